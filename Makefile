@@ -7,7 +7,8 @@
 #   REGISTRY     the registry's directory, for serve
 #   BENCH        which benches to run
 #   WHEELS_PYTHON  the Python version that wheels are for
-#   IMAGE        name of the image
+#   BACKEND      engine in the image: native, or vllm with vLLM's build for the CPU
+#   IMAGE        name of the image: by default localhost/peraxis:cpu, or localhost/peraxis:vllm-cpu
 #   IMAGE_OPTIONS  of docker/build_image.py, e.g. --base-image=NAME
 #   WORKERS      how many processes run the tests: a number, or logical for one per core
 #   PACKAGES     no: install no Debian packages as root; the tests that need them skip
@@ -21,7 +22,8 @@ WORKERS ?= logical
 PACKAGES ?= yes
 REVISION ?= HEAD
 WHEELS_PYTHON ?= 3.12
-IMAGE ?= localhost/peraxis:cpu
+BACKEND ?= native
+IMAGE ?= localhost/peraxis:$(if $(filter vllm,$(BACKEND)),vllm-cpu,cpu)
 IMAGE_OPTIONS ?=
 
 VENV ?= .venv
@@ -53,6 +55,7 @@ help:
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
 	@echo 'make reference write docs/reference.md, and the settings in the chart, from the code'
 	@echo 'make image     as root: build the container image IMAGE=NAME for the CPU, run it and prove what it must do'
+	@echo '               (BACKEND=vllm: with vLLM)'
 	@echo 'make packages  Debian packages that tests use, as root, which make test also does; without them those tests skip'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
@@ -78,7 +81,7 @@ test-deploy: $(DEV) $(VLLM)/.ready packages
 	TESTS_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m deploy
 
 test-vllm: $(DEV) $(VLLM)/.ready
-	TESTS_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m deploy tests/vllm
+	TESTS_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m deploy tests/vllm tests/server/engine tests/server/deltas
 
 # vLLM in an environment of its own, whose interpreter runs the engines of its tests.
 $(VLLM)/.ready: pyproject.toml vllm_plugin/pyproject.toml vllm_plugin/constraints.txt
@@ -120,8 +123,8 @@ bench: $(DEV)
 
 # Needs no Docker: a base by debootstrap, the build by buildah, the proof with podman.
 image: $(DEV) image-packages
-	$(BIN)/python docker/build_image.py --tag '$(IMAGE)' $(IMAGE_OPTIONS)
-	PYTHONPATH=. $(BIN)/python docker/prove_image.py '$(IMAGE)'
+	$(BIN)/python docker/build_image.py --backend '$(BACKEND)' --tag '$(IMAGE)' $(IMAGE_OPTIONS)
+	PYTHONPATH=. $(BIN)/python docker/prove_image.py --backend '$(BACKEND)' '$(IMAGE)'
 
 IMAGE_TOOLS := buildah podman runc debootstrap
 image-packages:

@@ -33,7 +33,7 @@ from bench.synthetic import LlamaShapes, write_delta
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
-from deltastore.format.manifest import FILES
+from deltastore.format.files import FILES
 from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, VersionRecord
 from deltastore.threads import bound_spinning
@@ -52,7 +52,7 @@ from server.protocol.messages import (
     LoadAction,
     TokenEvent,
 )
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import Request, SamplingParams, token_ids_of
 from server.settings import Settings
 
 Mode = Literal["process", "thread"]
@@ -100,6 +100,10 @@ class BlockingEngine:
     def stop_sequence(self, request_id: str, index: int) -> None:
         self._loop.call_soon_threadsafe(self._client.stop_sequence, request_id, index)
 
+    def set_paused(self, request_id: str, is_paused: bool) -> None:
+        """Let a request wait outside the batch, or go on."""
+        self._loop.call_soon_threadsafe(self._client.set_paused, request_id, is_paused)
+
     def load(self, record: VersionRecord, action: LoadAction = "load") -> Future[None]:
         """Start a load, pin, unpin or unload; the future is done when it has happened."""
 
@@ -113,14 +117,18 @@ class BlockingEngine:
         (state,) = self.wait(self._client.residency_of((record.label,)))
         return state
 
-    def metric(self, name: str, **labels: str) -> float:
-        """Return the value of one of the engine's series, such as ``preemptions_total``; 0 if there is none."""
+    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Return the value of each of the engine's series by name, such as ``preemptions_total``, and labels."""
         text = render(self.wait(self._client.metrics())).decode()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == f"peraxis_{name}" and sample.labels == labels:
-                    return sample.value
-        return 0.0
+        return {
+            (sample.name.removeprefix("peraxis_"), frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the value of one of the engine's series; 0 if there is none."""
+        return self.metrics().get((name, frozenset(labels.items())), 0.0)
 
     def run(self, call: Callable[[], T]) -> T:
         """Run a function on the client's event loop and return its result."""
@@ -274,7 +282,7 @@ class BenchEngine:
             tenant="default",
             name=None if record is None else record.name,
             record=record,
-            prompt_ids=tuple(prompt),
+            prompt_ids=token_ids_of(prompt),
             num_embeddings=self.engine.num_embeddings,
             sampling_params=SamplingParams(max_new_tokens=num_new, temperature=0.0),
         )

@@ -114,6 +114,7 @@ def fetched_from_hub(source: str, progress: bool) -> Path:
     """
     # Deferred: it takes longer than all else that this command imports.
     from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.utils.logging import set_verbosity_error
     from huggingface_hub.utils.tqdm import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -125,6 +126,8 @@ def fetched_from_hub(source: str, progress: bool) -> Path:
     repo, revision, file = reference.groups()
     pattern = "*.safetensors" if file is None else glob.escape(file)
     was_disabled = are_progress_bars_disabled()
+    # It would warn of what the errors here say.
+    set_verbosity_error()  # type: ignore[no-untyped-call]
     # The list of files has a bar of its own, which says nothing.
     disable_progress_bars()
     try:

@@ -27,6 +27,7 @@ LIMITS: Mapping[str, tuple[str, Callable[[int], str]]] = {
     "max_running": ("RUNNING", str),
     "max_uploads": ("UPLOADS", str),
     "max_stored_bytes": ("STORED", size_text),
+    "max_stored_versions": ("STORED-VERSIONS", str),
     "max_variants": ("MAX-VARIANTS", str),
     "max_versions": ("MAX-VERSIONS", str),
     "max_pinned": ("PINNED", str),
@@ -124,6 +125,9 @@ def set_limits(
     max_stored_bytes: Annotated[
         str | None, typer.Option(metavar="N", help="Most bytes of stored artifacts.")
     ] = None,
+    max_stored_versions: Annotated[
+        str | None, typer.Option(metavar="N", help="Most live versions of all variants together.")
+    ] = None,
     max_variants: Annotated[
         str | None, typer.Option(metavar="N", help="Most variants with a live version.")
     ] = None,
@@ -143,6 +147,7 @@ def set_limits(
         "max_running": max_running,
         "max_uploads": max_uploads,
         "max_stored_bytes": max_stored_bytes,
+        "max_stored_versions": max_stored_versions,
         "max_variants": max_variants,
         "max_versions": max_versions,
         "max_pinned": max_pinned,

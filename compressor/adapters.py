@@ -18,8 +18,8 @@ from compressor.sources import checkpoint_directory
 from deltastore.base import Base
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError, shown
+from deltastore.format.files import GENERATION_FILE, tokenizer_paths
 from deltastore.format.header import parse_json
-from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.memory import is_out_of_memory
 
 CONFIG_FILE = "adapter_config.json"
@@ -69,6 +69,7 @@ def finetune_directory(source: str, base: Path) -> Iterator[Path]:
         # transformers makes one from the configuration, which is not the adapter's.
         (Path(merged) / GENERATION_FILE).unlink(missing_ok=True)
         for name, path in _files(directory, base).items():
+            (Path(merged) / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(path, Path(merged) / name)
         yield Path(merged)
 
@@ -263,13 +264,11 @@ def _not_mergeable(adapter: Path, config: Any) -> PeraxisError:
 
 def _files(adapter: Path, base: Path) -> Mapping[str, Path]:
     """Return the adapter's tokenizer and generation config by file name, else the base's."""
-    own = {name for name in TOKENIZER_FILES if (adapter / name).is_file()}
+    own = tokenizer_paths(adapter)
     # Never a mixture of two tokenizers; a chat template alone goes with the base's tokenizer.
-    names = own if own & TOKENIZERS else set(TOKENIZER_FILES)
-    directories = {name: adapter if name in own else base for name in names} | {
-        GENERATION_FILE: adapter if (adapter / GENERATION_FILE).is_file() else base
-    }
-    return {name: path / name for name, path in directories.items() if (path / name).is_file()}
+    files = own if own.keys() & TOKENIZERS else {**tokenizer_paths(base), **own}
+    generation = [each / GENERATION_FILE for each in (adapter, base) if (each / GENERATION_FILE).is_file()]
+    return {**files, **{path.name: path for path in generation[:1]}}
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, CheckpointError
+from deltastore.format.files import GENERATION_FILE, MAX_NAMED_TEMPLATES, NAMED_TEMPLATES, tokenizer_paths
 from deltastore.format.header import parse_json
 from deltastore.format.layout import MAX_FILE_BYTES
-from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
@@ -159,8 +159,14 @@ def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
 
 def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return the tokenizer files of a checkpoint, by name."""
-    paths = {name: checkpoint.path / name for name in TOKENIZER_FILES}
-    return {name: _content(path) for name, path in paths.items() if path.is_file()}
+    paths = tokenizer_paths(checkpoint.path)
+    num_named = sum(name.startswith(f"{NAMED_TEMPLATES}/") for name in paths)
+    if num_named > MAX_NAMED_TEMPLATES:
+        raise CheckpointError(
+            f"{checkpoint.path / NAMED_TEMPLATES}: {num_named} chat templates, more than the {MAX_NAMED_TEMPLATES} "
+            "that a delta carries: remove those that no client names"
+        )
+    return {name: _content(path) for name, path in paths.items()}
 
 
 def generation_file(checkpoint: Checkpoint) -> bytes:
@@ -218,7 +224,7 @@ MAX_REASON_CHARS = 200
 
 def has_tokenizer(directory: Path) -> bool:
     """Return True if a checkpoint has any of a tokenizer's files."""
-    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return bool(tokenizer_paths(directory))
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -1,18 +1,19 @@
 """Prove an image: `python docker/prove_image.py localhost/peraxis:cpu`. Prints a line for each property that it saw.
 
 The container runs as docs/deploy/container.md says: as user 10001, without capabilities, on a read-only root file
-system. A tiny base is made here, and the delta by the image itself. Needs root and podman; listens on loopback only.
+system. A tiny base is made here, and the delta by the image itself. With `--backend vllm` the image's native engine
+must give the tokens that vLLM gave. Needs root and podman; listens on loopback only.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -26,17 +27,19 @@ from transformers.utils.logging import disable_progress_bar
 from tests.helpers.tiny_models import make_pair
 
 USER = 10001
-START_S = 300.0
+START_S = 600.0
 CALL_S = 120.0
 PROMPT = {"prompt": "The quick brown fox", "max_new_tokens": 16, "temperature": 0}
 # More tokens than a server generates before SIGTERM reaches it.
 LONG = {"prompt": "a", "max_new_tokens": 240, "temperature": 0, "stream": True}
-# Words of a command that runs without a shell, which would expand them.
-LEFTOVERS = (
-    "find / -xdev ( -type f -perm /111"
-    " ( -name *gcc* -o -name *g++* -o -name cc -o -name c++ -o -name clang* -o -name ld )"
-    " -o -name *.deb -o -path */.cache/* -o -path /var/lib/apt/lists/*_Packages* -o -path */pip/http* )"
+# Words of expressions of `find`, which runs without a shell that would expand them.
+COMPILERS = (
+    "-type f -perm /111 ( -name *gcc* -o -name *g++* -o -name cc -o -name c++ -o -name clang* -o -name ld )"
 )
+CACHES = "( -name *.deb -o -path */.cache/* -o -path /var/lib/apt/lists/*_Packages* -o -path */pip/http* )"
+COMPILED = "( -path */compiled/* -o -name *.so )"
+# vLLM's attention on the CPU has no heads of fewer dimensions; the other model keeps odd sizes.
+SIZES: dict[str, dict[str, Any]] = {"native": {}, "vllm": {"hidden_size": 128, "head_dim": 32}}
 OPTIONS = [
     *("--network", "host", "--read-only", "--cap-drop", "all", "--security-opt", "no-new-privileges"),
     # Explicit, because podman's own are above those of a machine that may not raise them.
@@ -52,20 +55,23 @@ class ProofFailed(Exception):
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or os.geteuid() != 0 or shutil.which("podman") is None:
-        raise SystemExit(
-            "python docker/prove_image.py IMAGE, as root, with Debian's packages podman and runc"
-        )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("image")
+    parser.add_argument("--backend", default="native", choices=SIZES, help="engine in the image (native)")
+    arguments = parser.parse_args()
+    if os.geteuid() != 0 or shutil.which("podman") is None:
+        parser.error("run this as root, with Debian's packages podman and runc")
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="peraxis-proof-") as directory:
-        Proof(sys.argv[1], Path(directory)).run()
+        Proof(arguments.image, arguments.backend, Path(directory)).run()
 
 
 class Proof:
     """The directories that the containers mount, and what is asked of them."""
 
-    def __init__(self, image: str, directory: Path) -> None:
+    def __init__(self, image: str, backend: str, directory: Path) -> None:
         self._image = image
+        self._backend = backend
         self._directory = directory
         self._cache = f"peraxis-proof-{os.getpid()}"
         self._port, self._admin_port = free_ports(2)
@@ -87,6 +93,10 @@ class Proof:
                     self._compiled(container) == compiled != "", "the second start compiled kernels again"
                 )
                 proved("a second container on the same volumes gives the same answer and compiles nothing")
+            if self._backend != "native":
+                with self._serving(BACKEND="native") as container, self._client(key) as client:
+                    require(self._generate(client) == answer, "the native engine answers otherwise")
+                    proved(f"the image's native engine gives the tokens that {self._backend} gave")
         finally:
             podman("volume", "rm", "--force", self._cache)
 
@@ -94,15 +104,24 @@ class Proof:
         facts = json.loads(podman("image", "inspect", self._image))[0]
         require(facts["Config"]["User"].split(":")[0] == str(USER), "the image's user is not a number")
         require(facts.get("Healthcheck") is not None, "there is no health check")
-        # Root can enter every directory.
-        find, *expression = LEFTOVERS.split()
-        found = self._once(expression, "--user=0", f"--entrypoint={find}")
-        require(found == "", f"the image contains compilers or caches:\n{found}")
-        proved(f"{self._image} has {facts['Size'] / 1e6:.0f} MB, without compilers and caches")
+        environment = dict(entry.split("=", 1) for entry in facts["Config"]["Env"])
+        require(
+            environment.get("PERAXIS_BACKEND", "native") == self._backend,
+            f"the image's engine is not {self._backend}",
+        )
+        lacks = {"compilers": COMPILERS, "caches": CACHES}
+        if self._backend == "vllm":
+            # torch.compile uses it.
+            del lacks["compilers"]
+        for what, expression in lacks.items():
+            # Root can enter every directory.
+            found = self._once(["/", "-xdev", *expression.split()], "--user=0", "--entrypoint=find")
+            require(found == "", f"the image contains {what}:\n{found}")
+        proved(f"{self._image} has {facts['Size'] / 1e6:.0f} MB, without {' and '.join(lacks)}")
 
     def _make_directories(self) -> None:
         os.chmod(self._directory, 0o755)
-        make_pair("llama", self._directory)
+        make_pair("llama", self._directory, **SIZES[self._backend])
         # safetensors creates files that the owner alone can read.
         for path in self._directory.rglob("*"):
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -121,8 +140,9 @@ class Proof:
         )
 
     @contextmanager
-    def _serving(self) -> Iterator[str]:
-        environment = {"HOST": "127.0.0.1", "PORT": self._port, "ADMIN_PORT": self._admin_port}
+    def _serving(self, **settings: str) -> Iterator[str]:
+        addresses = {"HOST": "127.0.0.1", "PORT": self._port, "ADMIN_PORT": self._admin_port}
+        environment = {**addresses, "DTYPE": "float32", **settings}
         variables = [f"--env=PERAXIS_{name}={value}" for name, value in environment.items()]
         container = podman("run", "--detach", *OPTIONS, *self._mounts(), *variables, self._image)
         try:
@@ -192,8 +212,9 @@ class Proof:
         return ids[0]
 
     def _compiled(self, container: str) -> str:
-        """Return names, sizes and times of the kernels that were compiled."""
-        return podman("exec", container, "sh", "-c", "ls -l --full-time /var/cache/peraxis/peraxis/compiled")
+        """Return names, sizes and times of what was compiled."""
+        words = ["/var/cache/peraxis", "-type", "f", *COMPILED.split(), "-printf", "%p %s %T@\\n"]
+        return "\n".join(sorted(podman("exec", container, "find", *words).splitlines()))
 
     def _drain(self, container: str, client: httpx.Client) -> None:
         with client.stream("POST", "/generate?variant=proof", json=LONG) as reply:

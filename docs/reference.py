@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi.routing import iter_route_contexts
 from prometheus_client.parser import text_string_to_metric_families
 from typer.main import get_group
@@ -20,6 +21,8 @@ from peraxis.cli import COMMANDS
 from server.api import lora_adapters
 from server.api.access import ROLES
 from server.api.errors import FAILURES, HTTP_FAILURES
+from server.api.fields import NEUTRAL
+from server.api.schemas import ChatBody, CompletionBody
 from server.app import ADMIN_ROUTERS, PUBLIC_ROUTERS, SHARED_ROUTERS
 from server.metrics.aggregator import Aggregator
 from server.metrics.exposition import compose, read_registry
@@ -46,6 +49,9 @@ def reference() -> str:
         [
             INTRODUCTION,
             _table(["call", "role", "port", "does"], _calls()),
+            "\n## Fields of OpenAI's calls\n",
+            "Of `POST /v1/chat/completions` and `POST /v1/completions`; the others are ignored.\n",
+            _table(["field", "is"], _fields()),
             "\n## Commands\n\n`peraxis COMMAND --help` lists the options of each.\n",
             _table(["command", "does"], _commands()),
             "\n## Settings of `peraxis serve`\n",
@@ -73,6 +79,19 @@ def _calls() -> Iterator[list[str]]:
                     role = ROLES[method, str(context.path)] or "none"
                     shown = "both" if router in SHARED_ROUTERS else port
                     yield [f"`{method} {context.path}`", role, shown, _first_line(context.endpoint)]
+
+
+def _fields() -> Iterator[list[str]]:
+    chat, completions = (set(kind.__struct_encode_fields__) for kind in (ChatBody, CompletionBody))
+    for name in sorted(chat | completions | set(NEUTRAL)):
+        calls = "" if {name} <= chat & completions else " in chats" if name in chat else " in completions"
+        values = NEUTRAL.get(name, ())
+        neutral = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in values or ())
+        refused = f"refused, but for {neutral}" if neutral else "refused"
+        yield [
+            f"`{name}`",
+            f"served{calls}" if name in chat | completions else "of no effect" if values is None else refused,
+        ]
 
 
 def _commands() -> Iterator[list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import partial
 from importlib.metadata import version
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -23,6 +24,7 @@ from server.api import (
 from server.api.access import RequestMiddleware
 from server.api.json_io import JsonReply
 from server.api.service import Service
+from server.loop_ledger import Turns
 from server.web_server import WebServer, make_connections
 
 # Routes for every client.
@@ -67,7 +69,9 @@ async def serve(service: Service, listening: list[socket.socket], stopped: async
         listening: the public socket, and the admin port's if there is one.
         stopped: set when the process is to end.
     """
-    connections = make_connections(service.settings.max_connections, service.unsent)
+    has_keys = service.settings.auth == "keys"
+    turns = Turns(service.loop_ledger, partial(access.owner_of, service))
+    connections = make_connections(service.settings.max_connections, service.unsent, turns, has_keys=has_keys)
     apps = (create_app(service), create_admin_app(service))
     ports = zip(apps, connections, listening, strict=False)
     servers = [WebServer(app, bounds, lifespan=False) for app, bounds, _ in ports]
@@ -83,7 +87,7 @@ async def serve(service: Service, listening: list[socket.socket], stopped: async
 
 
 def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
-    # A redirect to a path without its last slash would make a client send an upload twice.
+    # FastAPI would redirect by a URL that it makes of the Host; `errors.py` names the path alone.
     # FastAPI's own documentation pages load their assets from a CDN.
     app = FastAPI(
         title="Peraxis",

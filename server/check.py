@@ -169,7 +169,7 @@ def check_capacity(base: Base, checkpoint: Checkpoint, settings: Settings, devic
     base_bytes = dtype.itemsize * sum(map(math.prod, base.shapes.values()))
     check_base(settings, device, dtype, base_bytes, slot_bytes)
     cache_bytes = host_cache_bytes(settings)
-    free = free_memory(device, cache_bytes, base_bytes)
+    free = free_memory(device, cache_bytes, base_bytes, settings.tensor_parallel_size)
     # The number of pages is bounded by the free memory alone, so that the KV cache takes its whole share.
     plan = plan_memory(settings, free, slot_bytes, PAGE_BYTES, max(2, free.usable // PAGE_BYTES))
     return (

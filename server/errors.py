@@ -14,6 +14,10 @@ class InvalidRequest(PeraxisError):
         self.param = param
 
 
+class ContextTooLong(InvalidRequest):
+    """A prompt, or a prompt and its new tokens, longer than fits."""
+
+
 class QueueFull(PeraxisError):
     """The server admits no more requests now: its queue is full, or the base is still loading."""
 

@@ -1,8 +1,13 @@
-"""Fair shares among tenants: an amount, permits in turn, the places of a cache. Event loop only."""
+"""Fair shares among tenants: an amount, permits in turn, the places of a cache.
+
+Each object is used by one thread: that of an event loop, or the engine's.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -43,6 +48,10 @@ class FairBudget:
         """
         if not self.has(tenant, amount):
             raise QueueFull(f"the server holds too many {self._of}: try again in a moment")
+        self.retake(tenant, amount)
+
+    def retake(self, tenant: str, amount: int) -> None:
+        """Hold an amount that was granted before, whatever is free now; to be given back as after `take`."""
         self.free -= amount
         self._held[tenant] += amount
 
@@ -200,36 +209,125 @@ class FairLimiter:
             del self._waiting[tenant_of(share)]
 
 
+# Entries of a heap that are out of date: past twice the owners and this number it is made anew.
+HEAP_SLACK = 64
+
+
+class Holdings:
+    """Amounts that owners hold, and the owner that holds most. All operations take amortized O(log owners).
+
+    The heap is corrected lazily: an owner that grew is entered again, one that shrank is noticed at the top.
+    """
+
+    def __init__(self) -> None:
+        # The negative amount and the time of the last use, so that the smallest is first.
+        self._held: dict[str, tuple[int, int]] = {}
+        # The same as each owner is in the heap, never behind what it holds. Its other entries are out of date.
+        self._entered: dict[str, tuple[int, int]] = {}
+        self._heap: list[tuple[tuple[int, int], str]] = []
+        self._ticks = itertools.count()
+
+    def hold(self, owner: str, amount: int) -> None:
+        """Note the amount that an owner holds now, which it has just used; 0 forgets the owner."""
+        if amount:
+            key = self._held[owner] = -amount, next(self._ticks)
+            if owner not in self._entered or key < self._entered[owner]:
+                self._entered[owner] = key
+                heapq.heappush(self._heap, (key, owner))
+        else:
+            self._held.pop(owner, None)
+        if len(self._heap) > 2 * len(self._held) + HEAP_SLACK:
+            self._entered = dict(self._held)
+            self._heap = [(key, owner) for owner, key in self._held.items()]
+            heapq.heapify(self._heap)
+
+    def largest(self) -> tuple[str, int]:
+        """Return the owner that holds most, and how much more it holds than the next one, at least 1.
+
+        Among equals, it is the one whose last use is the longest ago.
+
+        Raises:
+            IndexError: no owner holds anything.
+        """
+        while True:
+            key, owner = self._heap[0]
+            held = self._held.get(owner)
+            if held == key:
+                # The second is one of the next two.
+                second = min((key for key, _ in self._heap[1:3]), default=(0, 0))
+                return owner, max(1, second[0] - key[0])
+            if held is None or key != self._entered[owner]:
+                heapq.heappop(self._heap)
+                if key == self._entered.get(owner):
+                    del self._entered[owner]
+            else:
+                self._entered[owner] = held
+                heapq.heapreplace(self._heap, (held, owner))
+
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class Bounded(Generic[K, V]):
-    """The most recently used values of one kind. The owner of the most values loses one when there are too many.
+class FairCache(Generic[K, V]):
+    """The most recently used values of one kind. The owner that holds most loses one when there are too many.
+
+    So an owner alone may use all of it, and one that fills it takes nothing from others that hold less.
 
     Args:
-        max_values: values of all owners together.
+        max_size: of all values together: their number, or whatever `put` is given.
     """
 
-    def __init__(self, max_values: int) -> None:
-        self._max_values = max_values
-        self._values: OrderedDict[K, tuple[V, str]] = OrderedDict()
+    def __init__(self, max_size: int) -> None:
+        self.size = 0
+        self._max_size = max_size
+        self._owner_of: dict[K, str] = {}
+        # By owner, the least recently used first, each with its size.
+        self._values: dict[str, OrderedDict[K, tuple[V, int]]] = {}
+        self._sizes: Counter[str] = Counter()
+        self._holdings = Holdings()
+
+    def __len__(self) -> int:
+        return len(self._owner_of)
 
     def get(self, key: K) -> V | None:
         """Return a value, which is then the most recently used; None if there is none."""
-        if key not in self._values:
+        owner = self._owner_of.get(key)
+        if owner is None:
             return None
-        self._values.move_to_end(key)
-        return self._values[key][0]
+        self._values[owner].move_to_end(key)
+        self._holdings.hold(owner, self._sizes[owner])
+        return self._values[owner][key][0]
 
-    def put(self, key: K, value: V, owner: str) -> None:
-        """Keep a value; drop the one that its owner, or an owner with more values, has used least recently."""
-        self._values[key] = value, owner
-        self._values.move_to_end(key)
-        if len(self._values) > self._max_values:
-            ((largest, _),) = Counter(other for _, other in self._values.values()).most_common(1)
-            del self._values[next(key for key, (_, other) in self._values.items() if other == largest)]
+    def put(self, key: K, value: V, owner: str, size: int = 1) -> None:
+        """Keep a value of a size of at least 1, and drop what the largest owners have used least recently.
+
+        The new one stays, also if it is larger than all that others have.
+        """
+        self.drop(key)
+        self._owner_of[key] = owner
+        self._values.setdefault(owner, OrderedDict())[key] = value, size
+        self._resize(owner, size)
+        while self.size > self._max_size and len(self) > 1:
+            largest, _ = self._holdings.largest()
+            oldest = next(iter(self._values[largest]))
+            if oldest == key:
+                # The owner has no other, and does not count for the moment.
+                self._holdings.hold(owner, 0)
+            else:
+                self.drop(oldest)
+        self._holdings.hold(owner, self._sizes[owner])
 
     def drop(self, key: K) -> None:
         """Forget a value; no effect if there is none."""
-        self._values.pop(key, None)
+        owner = self._owner_of.pop(key, None)
+        if owner is not None:
+            _, size = self._values[owner].pop(key)
+            self._resize(owner, -size)
+
+    def _resize(self, owner: str, more: int) -> None:
+        self.size += more
+        self._sizes[owner] += more
+        self._holdings.hold(owner, self._sizes[owner])
+        if not self._values[owner]:
+            del self._values[owner], self._sizes[owner]

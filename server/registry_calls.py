@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager
 from contextvars import copy_context
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -34,6 +34,7 @@ from deltastore.threads import NICENESS, lower_thread_priority
 from deltastore.user_cache import user_cache_dir
 from server.errors import QueueFull
 from server.fairness import FairBudget, FairLimiter
+from server.loop_ledger import timed_on_thread
 from server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class RegistryCalls:
         share, call = tenant or SERVER, None
         try:
             async with self._deadline(threads.deadline_s), threads.permits.permit(share):
-                call = threads.submit(function, share)
+                call = threads.submit(function if tenant is None else timed_on_thread(function), share)
                 # Unlike awaiting it, this does not cancel it. A late call keeps its thread and not its permit.
                 await asyncio.wait({call})
                 return call.result()
@@ -481,6 +482,24 @@ def _check_writable(root: Path) -> None:
             )
 
 
+def free_bytes(root: PurePath) -> int | None:
+    """Return how many bytes the registry's volume has room for; None if it is in a bucket.
+
+    Raises:
+        RegistryUnavailable: the volume cannot be asked.
+    """
+    if not isinstance(root, Path):
+        return None
+    try:
+        volume = os.statvfs(root)
+    except OSError as error:
+        raise RegistryUnavailable(
+            f"{root}: {error.strerror}: check its volume",
+            public=f"the registry's volume failed: {error.strerror}: ask its operator to check it",
+        ) from error
+    return volume.f_bavail * volume.f_frsize
+
+
 # In the user's cache directory.
 CACHE = "registry"
 
@@ -520,7 +539,7 @@ class BackgroundThreads:
     async def run(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a function on one of the threads. A cancelled caller still waits until it has ended."""
         # The thread's log lines name the caller's request.
-        call = partial(copy_context().run, function, *args, **kwargs)
+        call = partial(copy_context().run, timed_on_thread(function), *args, **kwargs)
         # Starlette cancels a request's task repeatedly; the scope and the shield make it wait for the thread.
         with anyio.CancelScope(shield=True):
             work = asyncio.get_running_loop().run_in_executor(self._threads, call)

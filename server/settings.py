@@ -175,8 +175,8 @@ class Settings(BaseModel):
         LimitsSetting,
         Field(
             description="With --auth keys: a table of the limits of tenants that have none of their own in the "
-            "registry. Without these of its fields, max_variants is 10,000, max_versions 1,000 and max_stored_bytes "
-            "half of the registry's volume."
+            "registry. Without these of its fields, max_variants is 10,000, max_versions 1,000, max_stored_versions "
+            "20,000, and max_stored_bytes what the tenant leaves free on the registry's volume."
         ),
     ] = TenantLimits()
     public_names: Annotated[
@@ -256,11 +256,30 @@ class Settings(BaseModel):
     engine_python: Annotated[
         Path | None,
         Field(
-            description="Python of an environment that has vllm, peraxis-vllm and this version of peraxis, which runs "
+            description="Python of an environment that has vllm, peraxis-vllm and this build of peraxis, which runs "
             "the engine of --backend vllm."
         ),
         Flag(PROCESSES, "the server's own"),
     ] = None
+    max_added_tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=1 << 20,
+            description="With --backend vllm: tokens that a variant may have beyond the base's. The native engine "
+            "takes any number.",
+        ),
+        Flag(PROCESSES),
+    ] = 256
+    tensor_parallel_size: Annotated[
+        int,
+        Field(
+            ge=1,
+            le=64,
+            description="Devices that the base and its deltas are divided among, of this machine; with --backend vllm.",
+        ),
+        Flag(PROCESSES),
+    ] = 1
     http_workers: Annotated[
         int, Field(ge=1, le=64, description="HTTP processes, which share the port."), Flag(PROCESSES)
     ] = 1
@@ -284,11 +303,14 @@ class Settings(BaseModel):
     ] = 4
     resume_timeout: Annotated[
         Seconds,
-        Field(
-            description="Seconds that a request whose engine died waits for the next one to go on with it."
-        ),
+        Field(description="Seconds that a request of a dead engine waits for the next one to go on with it."),
         Flag(PROCESSES),
     ] = 120.0
+    stream_keepalive: Annotated[
+        Seconds,
+        Field(description="Seconds after which a stream without a token begins and gets comments."),
+        Flag(PROCESSES),
+    ] = 15.0
     shutdown_timeout: Annotated[
         Seconds,
         Field(description="Seconds that running requests have to end after SIGTERM."),
@@ -399,6 +421,11 @@ class Settings(BaseModel):
             raise ValueError("backend is vllm and engine is inline: run the engine as a process")
         if self.engine_python is not None and self.backend == "native":
             raise ValueError("engine_python is set and backend is native: set backend to vllm")
+        if self.tensor_parallel_size > 1 and self.backend != "vllm":
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and backend {self.backend}: set backend to vllm, "
+                "which alone divides a model among devices"
+            )
         python = self.engine_python
         if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
             raise ValueError(f"engine_python {self.engine_python} is no program: give the path of a Python")
@@ -439,6 +466,12 @@ class Settings(BaseModel):
         if self.lora_dir is not None and self.compat != "vllm-lora":
             raise ValueError(f"lora_dir is {self.lora_dir} and compat {self.compat}: set compat to vllm-lora")
         return self
+
+    @property
+    def max_prompts(self) -> int:
+        """Prompts of one call: as many as the queue can take of one tenant."""
+        share = (self.max_num_seqs + self.max_queue + 1) // 2
+        return min(self.max_queue, share) if self.auth == "keys" else self.max_queue
 
     @property
     def max_host_cache_bytes(self) -> int | None:

@@ -2,7 +2,8 @@
 
 uvicorn waits without end for heads, for the rest of refused bodies and for clients that do not read. `HttpConnection`
 reports each change of a connection's phase to `Connections`, whose `sweep` closes the late ones. A new connection
-beyond the bound takes the place of one whose reply is stalled, or else of one that waits.
+beyond the bound takes the place of another: of a caller without a valid key, of one whose reply is stalled or that
+waits, or of the tenant with the most connections.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import asyncio
 import contextlib
 import logging
 import resource
+import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import httptools
@@ -24,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from server.fairness import FairBudget
+from server.loop_ledger import NOBODY, PROBES, WITHOUT_KEY, Account, Turns, start_charged, timed_task
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +37,8 @@ MIN_READ_BYTES = 32 << 10
 WRITE_S = 60.0
 # A reply is stalled when nothing could be written for so long: its connection may then give way to others.
 STALLED_S = 1.0
-# Connections beyond the bound. They are answered if a place has become free, or if they ask for the server's health.
+# Connections beyond the bound. They are answered if there is a place for them when their request has come, or if they
+# ask for the server's health.
 NUM_RESERVED = 64
 # Bad connections are logged together, so that the log does not grow with their number.
 LOG_INTERVAL_S = 10.0
@@ -99,12 +105,20 @@ class Connections:
     Args:
         max_connections: beside those in reserve.
         unsent: bytes that clients have not read. What is stalled is counted here; a tenant's oldest gives way.
+        turns: of the requests of all ports.
+        has_keys: the application tells the owner of each connection; without keys, none has one.
     """
 
-    def __init__(self, max_connections: int, unsent: FairBudget) -> None:
+    def __init__(self, max_connections: int, unsent: FairBudget, turns: Turns, *, has_keys: bool) -> None:
+        self.has_keys = has_keys
+        self.turns = turns
         self._max_connections = max_connections
         self._unsent = unsent
         self._open: set[asyncio.Transport] = set()
+        # Of open connections whose caller is known: the tenant of the last valid key, or NOBODY.
+        self._owners: dict[asyncio.Transport, str] = {}
+        # By owner, the oldest first.
+        self._owned: dict[str, dict[asyncio.Transport, None]] = {}
         self._reserved: set[asyncio.Transport] = set()
         # The transports of each phase with the time at which it began, the oldest first.
         self._waiting: dict[WaitingPhase, dict[asyncio.Transport, float]] = {
@@ -130,17 +144,31 @@ class Connections:
         self._reserved.add(transport)
         return True
 
-    def may_answer(self, transport: asyncio.Transport, *, is_probe: bool, now: float) -> bool:
-        """Return whether a request is answered. In reserve, it needs a free place or is a probe of the server."""
-        if transport not in self._reserved:
+    def may_answer(self, transport: asyncio.Transport, *, is_probe: bool, has_key: bool, now: float) -> bool:
+        """Return whether the application gets a request.
+
+        In reserve, it needs a free place, or is a probe of the server, or has a key: `identify` decides then.
+        """
+        if transport not in self._reserved or self._place(transport, now):
             return True
-        if self._make_room(now):
-            self.forget(transport)
-            self._open.add(transport)
+        if is_probe or (has_key and self.has_keys):
             return True
-        if not is_probe:
+        self.report("found no free connection")
+        return False
+
+    def identify(self, transport: asyncio.Transport, tenant: str, now: float) -> bool:
+        """Note the owner of a connection. Return False if it is in reserve and there is no place for its tenant.
+
+        The connection of a tenant stays the tenant's until another valid key comes.
+        """
+        if transport in self._reserved and tenant != NOBODY and not self._place(transport, now, tenant):
             self.report("found no free connection")
-        return is_probe
+            return False
+        if transport in self._open and (tenant != NOBODY or transport not in self._owners):
+            self._disown(transport)
+            self._owners[transport] = tenant
+            self._owned.setdefault(tenant, {})[transport] = None
+        return True
 
     def is_reserved(self, transport: asyncio.Transport) -> bool:
         """True for a connection that ends with its first reply, so that the reserve is free again."""
@@ -173,6 +201,7 @@ class Connections:
 
     def forget(self, transport: asyncio.Transport) -> None:
         """Drop a connection that is closed."""
+        self._disown(transport)
         self._open.discard(transport)
         self._reserved.discard(transport)
         self.leave(transport)
@@ -196,10 +225,38 @@ class Connections:
             self._faults.clear()
             self._next_log = now + LOG_INTERVAL_S
 
-    def _make_room(self, now: float) -> bool:
-        """Return whether one more connection may be open, after one has given way if there are too many."""
+    def _place(self, transport: asyncio.Transport, now: float, tenant: str | None = None) -> bool:
+        """Give a connection in reserve a place, if there is one or another gives way; see `_make_room`."""
+        has_place = self._make_room(now, tenant)
+        if has_place:
+            self.forget(transport)
+            self._open.add(transport)
+        return has_place
+
+    def _make_room(self, now: float, tenant: str | None = None) -> bool:
+        """Return whether one more connection may be open, after one has given way if there are too many.
+
+        Args:
+            tenant: the owner of the new one. One that is not known ends no request of a tenant.
+        """
         if len(self._open) < self._max_connections:
             return True
+        leaving = next(iter(self._owned.get(NOBODY, ())), None) or self._waiting_one(now)
+        if leaving is None and tenant is not None:
+            leaving = self._one_of_more(tenant)
+        if leaving is None:
+            return False
+        self.report("gave way to new ones")
+        self._drop(leaving)
+        return True
+
+    def _waiting_one(self, now: float) -> asyncio.Transport | None:
+        """Return a connection that is stalled, or else one that waits: without an owner, or of the largest owner."""
+        unknown = (transport for transport in self._idle(now) if transport not in self._owners)
+        return next(unknown, None) or max(self._idle(now), key=self._num_beside, default=None)
+
+    def _idle(self, now: float) -> Iterator[asyncio.Transport]:
+        """Yield the open connections whose replies are stalled, then those that wait, the longest first."""
         stalled = (
             transport
             for transport, stall in self._stalled.items()
@@ -207,13 +264,26 @@ class Connections:
             and transport in self._open
             and transport.get_write_buffer_size()
         )
-        waiting = (transport for phase in GIVING_WAY for transport in self._waiting[phase])
-        oldest = next(stalled, None) or next(waiting, None)
-        if oldest is None:
-            return False
-        self.report("gave way to new ones")
-        self._drop(oldest)
-        return True
+        return chain(stalled, *(self._waiting[phase] for phase in GIVING_WAY))
+
+    def _num_beside(self, transport: asyncio.Transport) -> int:
+        return len(self._owned[self._owners[transport]])
+
+    def _one_of_more(self, tenant: str) -> asyncio.Transport | None:
+        """Return the newest connection of the tenant with the most, if it would have more than the given one.
+
+        The new one counts, so that two tenants never end each other's requests in turn.
+        """
+        most = max(self._owned.values(), key=len, default={})
+        num_own = len(self._owned.get(tenant, ())) + 1
+        return next(reversed(most)) if len(most) > num_own else None
+
+    def _disown(self, transport: asyncio.Transport) -> None:
+        owner = self._owners.pop(transport, None)
+        if owner is not None:
+            del self._owned[owner][transport]
+            if not self._owned[owner]:
+                del self._owned[owner]
 
     def _close(self, transport: asyncio.Transport, phase: WaitingPhase) -> None:
         if phase.fault is not None:
@@ -258,8 +328,10 @@ class Connections:
 MAX_ADMIN_CONNECTIONS = 256
 # uvicorn's ticks are 0.1 s apart.
 TICKS_PER_SWEEP = 10
-# Bound on a head, and on a body's framing: sizes of chunks, and trailers.
+# Bound on a head, and on trailers.
 MAX_HEAD_BYTES = 64 << 10
+# Bound on the size of a chunk with its extensions, of which none is known.
+MAX_CHUNK_LINE = 4 << 10
 MAX_FIELDS = 256
 # Requests that wait for the answer to the one before them; uvicorn keeps as many as arrive together.
 MAX_PIPELINED = 8
@@ -267,7 +339,10 @@ MAX_PIPELINED = 8
 # client reads.
 MAX_UNSENT_BYTES = 32 << 10
 # Answered in reserve, too: an orchestrator would end a server that is only full.
-PROBES = (b"/health", b"/ready")
+PROBED = [(method, path) for method in ("GET", "HEAD") for path in (b"/health", b"/ready")]
+KEY_HEADERS = (b"x-api-key", b"authorization")
+# The fields that tell where a body ends.
+FRAMING = (b"content-length", b"transfer-encoding")
 # How long uvicorn may send replies after the service has closed.
 LAST_BYTES_S = 2
 
@@ -307,25 +382,35 @@ class WebServer(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         if counter % TICKS_PER_SWEEP == 0:
             self._connections.sweep(asyncio.get_running_loop().time())
+            # Also a process without work shows its last seconds.
+            self._connections.turns.ledger.slide()
         return await super().on_tick(counter)
 
 
 def run_event_loop(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine on a new event loop of uvloop, and return its result."""
+    """Run a coroutine on a new event loop of uvloop, whose time is charged to tenants, and return its result."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.get_loop().set_task_factory(timed_task)
         return runner.run(main)
 
 
-def make_connections(max_connections: int, unsent: FairBudget) -> tuple[Connections, Connections]:
+def make_connections(
+    max_connections: int, unsent: FairBudget, turns: Turns, *, has_keys: bool
+) -> tuple[Connections, Connections]:
     """Return the bounds of this process' ports, the public one first, by its file descriptors, too.
 
     Args:
         max_connections: of the public port.
         unsent: bytes that clients have not read, of both ports.
+        turns: of the requests of both ports.
+        has_keys: tenants have keys.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     public, admin = min(max_connections, soft * 5 // 8), min(MAX_ADMIN_CONNECTIONS, soft // 16)
-    return Connections(public, unsent), Connections(admin, unsent)
+    return (
+        Connections(public, unsent, turns, has_keys=has_keys),
+        Connections(admin, unsent, turns, has_keys=has_keys),
+    )
 
 
 class WebConfig(uvicorn.Config):
@@ -358,21 +443,34 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         assert isinstance(config, WebConfig)
         self._bounds = config.connections
+        self._turns = config.connections.turns
+        # The seconds of the bytes that come are those of the last request's tenant.
+        self._owner = self._turns.first_owner
+        self._is_waiting = False  # a request, for its turn
+        # What comes after the request under way is left out, and the connection ends with its reply.
+        self._is_deaf = False
         self._num_head_bytes = 0
-        self._in_head = self._in_body = self._has_body = False
+        self._in_head = self._in_body = self._has_body = self._in_chunk_line = False
         # The request that is being answered; `cycle` is the last one that was received.
         self._answering: RequestResponseCycle | None = None
+        self._account: Account | None = None  # of the last request that has begun
+        # The fields that tell where the body ends, of a request that asks for another protocol, until it is read.
+        self._framing: list[tuple[bytes, bytes]] | None = None
+        self._is_framing = False  # they are being read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        begun = time.thread_time()
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
         if self._bounds.admit(transport, self.loop.time()):
             self._enter(IDLE)
         else:
             self._refuse(OVERLOADED)
+        self._turns.ledger.charge(self._owner, time.thread_time() - begun)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._bounds.forget(self.transport)
+        self._turns.leave(self, self._owner)
         # uvicorn tells only the last of several pipelined requests, which is not the one that is being answered.
         if self._answering is not None:
             self._answering.disconnected = True
@@ -380,55 +478,118 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head, was_in_body, self._has_body = self._in_head, self._in_body, False
+        begun = time.thread_time()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # The request itself is answered as if it had not asked for another protocol.
-            self.cycle.keep_alive = False
+            self._feed(data)
+        finally:
+            self._turns.ledger.charge(self._owner, time.thread_time() - begun)
+
+    def _feed(self, data: bytes) -> None:
+        if self._is_deaf:
+            return
+        was_in_head, was_in_body, self._has_body = self._in_head, self._in_body, False
+        was_in_chunk_line = self._in_chunk_line
+        try:
+            rest = data
+            while rest:
+                rest = self._parse(rest)
         except httptools.HttpParserError:
-            if len(self.headers) > MAX_FIELDS:
+            if self._is_deaf:
+                self.flow.pause_reading()
+            elif len(self.headers) > MAX_FIELDS:
                 self._refuse_head()
             else:
-                self._bounds.report("sent no valid HTTP")
-                self._refuse(INVALID)
+                self._refuse_invalid()
             return
         if (was_in_head and self._in_head) or (was_in_body and self._in_body and not self._has_body):
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
+            elif was_in_chunk_line and self._in_chunk_line and self._num_head_bytes > MAX_CHUNK_LINE:
+                self._refuse_invalid()
+
+    def _parse(self, data: bytes) -> bytes:
+        """Read bytes, but for those behind a head that asks for another protocol; return these.
+
+        The request is answered as if it had not asked. Its parser takes what follows for the other protocol, so another
+        one reads on behind the same fields.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            framing, self._framing = self._framing, None
+            self.parser = httptools.HttpRequestParser(self)
+            if framing:
+                self._is_framing = True
+                fields = b"".join(b"%s: %s\r\n" % field for field in framing)
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % fields)
+                self._is_framing = False
+            return data[stop.args[0] :]
+        return b""
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_framing:
+            super().on_url(url)
 
     def on_message_begin(self) -> None:
+        if self._is_framing:
+            return
+        if self._answering is not None and self._owner in WITHOUT_KEY:
+            # Reading further heads would take as long as many refusals.
+            self._is_deaf, self._answering.keep_alive = True, False
+            raise ValueError("a caller without a key has one request at a time")
         super().on_message_begin()
+        if self._bounds.has_keys:
+            self.scope["state"]["identify"] = self._identify
         self._in_head, self._num_head_bytes = True, 0
         if self._answering is None:
             self._enter(HEAD)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Trailers come here, too: uvicorn would add them to the head of a request that is being answered.
-        if self._in_head:
+        if self._in_head and not self._is_framing:
             super().on_header(name, value)
             if len(self.headers) > MAX_FIELDS:
                 raise ValueError("too many fields")
 
     def on_headers_complete(self) -> None:
+        if self._is_framing:
+            return
         if len(self.pipeline) == MAX_PIPELINED:
             raise ValueError("too many requests that were not waited for")
-        is_probe = self.parser.get_method() == b"GET" and self.url.partition(b"?")[0] in PROBES
-        may_answer = self._bounds.may_answer(self.transport, is_probe=is_probe, now=self.loop.time())
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            # Its end cannot be found.
+            raise ValueError("a transfer coding that is not known")
+        is_probe = (self.parser.get_method().decode(), self.url.partition(b"?")[0]) in PROBED
+        has_key = any(name in KEY_HEADERS for name, _ in self.headers)
+        may_answer = self._bounds.may_answer(
+            self.transport, is_probe=is_probe, has_key=has_key, now=self.loop.time()
+        )
         self.app = self.config.loaded_app if may_answer else overloaded
         super().on_headers_complete()
         if self._bounds.is_reserved(self.transport):
             self.cycle.keep_alive = False
-        self._in_head, self._in_body = False, True
+        self._in_head, self._in_body, self._in_chunk_line = False, True, bool(codings)
+        if self.parser.should_upgrade():
+            self._framing = [field for field in self.headers if field[0] in FRAMING]
+
+    def on_chunk_header(self) -> None:
+        self._in_chunk_line = False
+
+    def on_chunk_complete(self) -> None:
+        self._in_chunk_line = True
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._has_body, self._num_head_bytes = True, 0
 
     def on_message_complete(self) -> None:
+        if self._framing:
+            # Of the head alone.
+            return
         super().on_message_complete()
-        self._in_body = False
+        self._in_body = self._in_chunk_line = False
         if self._answering is None:
             self._enter(IDLE)
 
@@ -438,6 +599,9 @@ class HttpConnection(HttpToolsProtocol):
         # written before the next turn.
         self.loop.call_soon(self._stall, self._tenant)
         self._answering = None
+        if self._bounds.has_keys:
+            # Also of one that the application has refused before it knew of a caller; a tenant's stays the tenant's.
+            self._identify(NOBODY)
         if self.transport.is_closing():
             return
         next_one = self.pipeline.pop() if self.pipeline else None
@@ -449,8 +613,8 @@ class HttpConnection(HttpToolsProtocol):
             self._enter(LINGERING if self._in_body else HEAD if self._in_head else IDLE)
 
     def shutdown(self) -> None:
-        if self._in_body:
-            # The service has closed, and the rest of the request may never come.
+        if self._in_body or self._is_waiting:
+            # The service has closed, and the rest of the request or its turn may never come.
             self.transport.abort()
         else:
             super().shutdown()
@@ -469,13 +633,39 @@ class HttpConnection(HttpToolsProtocol):
         state = {} if self._answering is None else self._answering.scope["state"]
         return str(state.get("tenant", ""))
 
+    def _identify(self, tenant: str) -> bool:
+        if self._account is not None and tenant != NOBODY:
+            # A key may be newer than the last reading of the keys.
+            self._account.tenant = self._owner = tenant
+        return self._bounds.identify(self.transport, tenant, self.loop.time())
+
     def _stall(self, tenant: str) -> None:
         self._bounds.stall(self.transport, tenant, self.loop.time())
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        self._owner = self._turns.owner_of(cycle.scope["headers"])
+        if self._owner == NOBODY and (cycle.scope["method"], cycle.scope["raw_path"]) in PROBED:
+            self._owner = PROBES
+        self._is_waiting = not self._turns.begin(self, self._owner, partial(self._begin, cycle, app))
+        if self._is_waiting:
+            self._wait()
+
+    def _begin(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._is_waiting = False
         self._bounds.leave(self.transport)
-        super()._start_asgi_task(cycle, app)
+        if not self.pipeline:
+            self.flow.resume_reading()
+        self._account = Account(self._turns.ledger, self._owner)
+        start_charged(self._account, super()._start_asgi_task, cycle, app)
+
+    def _wait(self) -> None:
+        """Read nothing more before the turn of the request. One without a valid key gives way to other connections."""
+        self.flow.pause_reading()
+        if not self._bounds.is_reserved(self.transport):
+            self._bounds.leave(self.transport)
+        if self._owner in WITHOUT_KEY:
+            self._identify(NOBODY)
 
     def _enter(self, phase: WaitingPhase) -> None:
         self._bounds.enter(phase, self.transport, self.loop.time())
@@ -484,10 +674,20 @@ class HttpConnection(HttpToolsProtocol):
         self._bounds.report("sent a head that is too large")
         self._refuse(HEAD_TOO_LARGE)
 
+    def _refuse_invalid(self) -> None:
+        self._bounds.report("sent no valid HTTP")
+        self._refuse(INVALID)
+
     def _refuse(self, reply: bytes) -> None:
         """Answer a request that was not understood, unless a reply is under way, and close the connection."""
-        if self._answering is None:
+        answering = self._answering
+        if answering is None:
             self.transport.write(reply)
+        elif answering is self.cycle and self._in_body and not answering.response_started:
+            # The application waits for the rest of its body.
+            self.transport.write(reply)
+            answering.disconnected = True
+            answering.message_event.set()
         self.transport.close()
 
 

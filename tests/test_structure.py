@@ -29,7 +29,7 @@ LAYERS = {*ENGINE_LAYERS, *HTTP_LAYERS}
 ABOVE_LAYERS = {"app", "check", "cli", "http_process", "inline", "scale", "supervisor"}
 MAX_LINES = 700
 # Modules of a room of server/ at most, and of every room that is not named. A change that needs one more raises it.
-MAX_MODULES = {"server": 17, "server/api": 20, "server/engine": 15, "server/kernels": 10}
+MAX_MODULES = {"server": 17, "server/api": 20, "server/engine": 15, "server/kernels": 11}
 MAX_MODULES_ELSEWHERE = 10
 # A file shorter than this joins the only module that imports it.
 SHORT_LINES = 100

@@ -3,7 +3,10 @@
 Two honest streams of a variant with its own tokenizer run on `peraxis serve` with API keys. Beside them a client in a
 process of its own sends the requests of an attack for as long as they run, then as many to a sink: the control, which
 takes the same from the processors. Attacks that fill the batch are compared with other honest tenants that fill it with
-prompts as long. Each attack has a server of its own.
+prompts as long, and those of one trick with the same load without it: `begun-queue` with as many requests of one
+version, `pipelining` with as many on few connections, each after the reply to the one before, `unread-streams` with the
+same streams that are read. Each attack has a server of its own. Two attacks at once are given as `one+other`, and have
+both controls at once.
 Meanwhile the honest tenant asks for `/health`, lists, an upload and a greedy output, and the operator scrapes
 `/metrics`; none of these may be refused. A minute after each attack, the memory of each process is compared with that
 after the start.
@@ -19,7 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
@@ -31,7 +34,7 @@ import torch
 
 from bench.engine import SHAPES, SMALL, prompts, publish, text_of, tokenizer_files, write_base
 from bench.hostile.attacker import Sent, attacking
-from bench.hostile.attacks import KINDS, SMALL_SIZES, Attack, Sizes, attacks, publish_hostile
+from bench.hostile.attacks import HOARDER, KINDS, SMALL_SIZES, Attack, Sizes, attacks, publish_hostile
 from bench.hostile.attacks import TENANT as HOSTILE
 from bench.http.clients import StreamedRequest, read_streams
 from bench.process import Server, serve_command, serving
@@ -47,6 +50,8 @@ from server.tenants.keys import KeyStore
 from server.tenants.tenant import Role
 
 HONEST = "honest"
+# Between the names of attacks that run at once.
+TOGETHER = "+"
 # In place of the status of a reply that did not come.
 BROKEN = 599
 PROMPT_TOKENS = 32
@@ -293,25 +298,29 @@ class ServedWorld:
     server: Server
     sink: str
     honest: HonestTenant
-    hostile: list[str]
+    hostile: Mapping[str, list[str]]  # keys by tenant; empty without keys
     crowd: list[str]
     start: Mapping[str, int]
 
-    def measure(self, attack: Attack, scope: HostileScope) -> Beside:
-        """Run an attack, then its control."""
+    def keys_of(self, attack: Attack) -> list[str]:
+        """Return the keys that the requests of an attack have in turn."""
+        return [] if attack.tenant is None else self.hostile.get(attack.tenant, [])
+
+    def measure(self, together: Sequence[Attack], scope: HostileScope) -> Beside:
+        """Run attacks at once, then their controls."""
         self.server.tree.restart_peaks()
-        url = self.server.url
-        with attacking(attack, scope.sizes, url, self.hostile) as sent:
+        with ExitStack() as running:
+            sent = [
+                running.enter_context(attacking(attack, scope.sizes, self.server.url, self.keys_of(attack)))
+                for attack in together
+            ]
             time.sleep(HEAD_START_S)
             with self.honest.watching() as watched:
                 beside = self.honest.gaps()
         peaks, ended = _largest(self.server, "VmHWM"), time.monotonic()
-        if attack.control is not None:
-            batch = attacks(scope.sizes)[attack.control]
-            control = attacking(batch, scope.sizes, url, self.crowd)
-        else:
-            control = attacking(attack, scope.sizes, self.sink, self.hostile, sent.interval_s)
-        with control:
+        with ExitStack() as running:
+            for attack, one in zip(together, sent, strict=True):
+                running.enter_context(self._control(attack, scope, one))
             time.sleep(HEAD_START_S)
             with self.honest.watching():
                 gaps = self.honest.gaps()
@@ -322,7 +331,29 @@ class ServedWorld:
             for part in peaks
             if part in self.start
         }
-        return Beside(attack.kind, gaps, beside, watched, sent, memory)
+        return Beside(_name(together), gaps, beside, watched, _all(sent), memory)
+
+    def _control(self, attack: Attack, scope: HostileScope, sent: Sent) -> AbstractContextManager[Sent]:
+        """Return the control of an attack that has sent requests."""
+        keys, url = self.keys_of(attack), self.server.url
+        if attack.control is None:
+            return attacking(attack, scope.sizes, self.sink, keys, sent.interval_s)
+        other = attacks(scope.sizes)[attack.control]
+        if other.is_own_control:
+            return attacking(other, scope.sizes, url, keys, sent.interval_s)
+        return attacking(other, scope.sizes, url, self.crowd)
+
+
+def _name(together: Sequence[Attack]) -> str:
+    return TOGETHER.join(attack.kind for attack in together)
+
+
+def _all(sent: Sequence[Sent]) -> Sent:
+    """Return what attacks that ran at once have sent."""
+    replies: Counter[str] = Counter()
+    for one in sent:
+        replies.update(one.replies)
+    return Sent(replies, max(one.seconds for one in sent))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -334,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{describe(device)}\n\n{_table(found)}")
     if out := args.out or (None if args.small else RESULTS / "hostile.json"):
         results = [*_kept(out, scope, args.attacks), *(one.results() for one in found)]
-        results.sort(key=lambda one: KINDS.index(one["attack"]))
+        results.sort(key=lambda one: [KINDS.index(kind) for kind in one["attack"].split(TOGETHER)])
         write_result(out, "hostile", device, {"settings": asdict(scope), "results": results})
 
 
@@ -353,13 +384,15 @@ def _kept(out: Path, scope: HostileScope, measured: Sequence[str]) -> list[dict[
 def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[Beside]:
     """Serve all tenants and measure the honest one beside attacks of these kinds."""
     world = make_world(directory, scope)
-    chosen = [attack for kind, attack in attacks(scope.sizes).items() if kind in kinds]
+    known = attacks(scope.sizes)
     found: list[Beside] = []
-    for attack in chosen:
-        flags = ("--max-connections", scope.max_connections) if attack.few_connections else ()
-        with serving_all(world, scope, *flags, with_keys=attack.keys) as subject:
-            found.append(subject.measure(attack, scope))
-        print(f"{attack.kind}: {', '.join(found[-1].faults) or 'met'}", flush=True)
+    for kind in kinds:
+        together = [known[one] for one in kind.split(TOGETHER)]
+        few = any(attack.few_connections for attack in together)
+        flags = ("--max-connections", scope.max_connections) if few else ()
+        with serving_all(world, scope, *flags, with_keys=together[0].keys) as subject:
+            found.append(subject.measure(together, scope))
+        print(f"{kind}: {', '.join(found[-1].faults) or 'met'}", flush=True)
     return found
 
 
@@ -390,11 +423,12 @@ def serving_all(world: World, scope: HostileScope, *flags: object, with_keys: bo
         roles: dict[str, list[Role]] = {
             HONEST: ["inference", "publish"],
             HOSTILE: ["inference", "publish"],
+            HOARDER: ["publish"],
             SCRAPER: ["metrics"],
         }
         keys = {
             tenant: store.create(auditor, tenant, roles.get(tenant, ["inference"])).text
-            for tenant in (HONEST, HOSTILE, SCRAPER, *CROWD)
+            for tenant in (HONEST, HOSTILE, HOARDER, SCRAPER, *CROWD)
         }
     with ExitStack() as stack:
         server = stack.enter_context(serving(serve_command(world.base, registry.root, *flags)))
@@ -404,7 +438,7 @@ def serving_all(world: World, scope: HostileScope, *flags: object, with_keys: bo
         stack.callback(honest.close)
         with honest.watching():
             honest.gaps()
-        hostile = [keys[HOSTILE]] if with_keys else []
+        hostile = {tenant: [keys[tenant]] for tenant in (HOSTILE, HOARDER)} if with_keys else {}
         crowd = [keys[tenant] for tenant in CROWD] if with_keys else []
         yield ServedWorld(server, sink.url, honest, hostile, crowd, _largest(server, "VmRSS"))
 
@@ -450,10 +484,24 @@ def _figures(gaps: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 5) for name, value in named.items()}
 
 
+def _kind(text: str) -> str:
+    """Check the name of an attack, or those of several at once."""
+    kinds = text.split(TOGETHER)
+    if not set(kinds) <= set(KINDS) or len({attacks(SMALL_SIZES)[kind].keys for kind in kinds}) > 1:
+        raise argparse.ArgumentTypeError(f"{text} is no attack, or its attacks need keys and no keys")
+    return text
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.hostile", description=__doc__)
     parser.add_argument("--small", action="store_true", help="a tiny model; writes JSON only with --out")
-    parser.add_argument("--attacks", nargs="+", choices=KINDS, default=KINDS, help="all by default")
+    parser.add_argument(
+        "--attacks",
+        nargs="+",
+        type=_kind,
+        default=KINDS,
+        help=f"all by default, one at a time: {', '.join(KINDS)}",
+    )
     parser.add_argument("--dir", type=Path, help="where the checkpoints and the registry are made")
     parser.add_argument("--out", type=Path, help="the JSON file; bench/results/hostile.json by default")
     return parser.parse_args(argv)

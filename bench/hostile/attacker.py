@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,9 @@ import uvloop
 from bench.hostile.attacks import Attack, Call, Sizes, attacks
 
 REPLY_S = 120.0
+# Requests of a connection that does not wait for the replies: as many as a server of uvicorn's keeps.
+NUM_PIPELINED = 8
+STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 # Between two requests of one connection, so that refusals alone do not fill the processors with the client's work.
 PAUSE_S = 0.02
 # A client that reads slowly reads so much once in so long: enough for a server that asks for 32 KiB a minute.
@@ -57,7 +61,7 @@ def attacking(
         "url": url,
         "kind": attack.kind,
         "sizes": asdict(sizes),
-        "keys": list(keys) if attack.has_key else [],
+        "keys": list(keys) if attack.tenant is not None else [],
         "interval_s": interval_s,
     }
     command = [sys.executable, "-m", "bench.hostile.attacker"]
@@ -87,14 +91,14 @@ def main() -> None:
 async def _attack(attack: Attack, url: str, keys: Sequence[str], interval_s: float) -> Counter[str]:
     replies: Counter[str] = Counter()
     limits = httpx.Limits(max_connections=None)
-    pace = _Pace(interval_s)
     over = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, over.set)
     print("sending", flush=True)
-    async with httpx.AsyncClient(base_url=url, timeout=REPLY_S, limits=limits) as client:
-        work = _send if attack.reads else _hold
+    async with httpx.AsyncClient(base_url=url, timeout=REPLY_S, limits=limits) as http:
+        sender = _Client(http, attack, _Pace(interval_s), replies)
+        work = {"ask": sender.ask, "hold": sender.hold, "pipeline": sender.pipeline}[attack.manner]
         tasks = [
-            asyncio.create_task(work(client, attack, number, _headers(keys, number), pace, replies))
+            asyncio.create_task(work(number, _headers(keys, number)))
             for number in range(attack.num_connections)
         ]
         await over.wait()
@@ -122,51 +126,64 @@ class _Pace:
             await asyncio.sleep(max(0.0, self._next - time.perf_counter()))
 
 
-async def _send(
-    client: httpx.AsyncClient,
-    attack: Attack,
-    connection: int,
-    key: dict[str, str],
-    pace: _Pace,
-    replies: Counter[str],
-) -> None:
-    number = connection
-    while True:
-        await pace.wait()
-        call = attack.call(number)
-        try:
-            headers = {**key, **call.headers}
-            reply = await client.request(call.method, call.path, headers=headers, content=call.body)
-            replies[_outcome(reply)] += 1
-        except httpx.TransportError as error:
-            replies[type(error).__name__] += 1
-        number += attack.num_connections
-        await asyncio.sleep(PAUSE_S)
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """Sends the requests of an attack, each connection with a key of its own or none."""
 
+    http: httpx.AsyncClient
+    attack: Attack
+    pace: _Pace
+    replies: Counter[str]
 
-async def _hold(
-    client: httpx.AsyncClient,
-    attack: Attack,
-    connection: int,
-    key: dict[str, str],
-    pace: _Pace,
-    replies: Counter[str],
-) -> None:
-    """Send a request on a connection of its own, read next to nothing of the reply, and begin again when it breaks."""
-    where = client.base_url
-    while True:
-        await pace.wait()
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            # A small window, so that the reply stays with the server.
-            reader, writer = await asyncio.open_connection(where.host, where.port, limit=SIP_BYTES)
-            writer.write(4 * _raw(attack.call(connection), where.netloc, key))
-            replies["connections"] += 1
-            while data := await reader.read(SIP_BYTES):
-                if data.startswith(b"HTTP/1.1 503"):
-                    replies["503"] += 1
-                await asyncio.sleep(SIP_S)
-            writer.close()
-        await asyncio.sleep(PAUSE_S)
+    async def ask(self, connection: int, key: dict[str, str]) -> None:
+        """Send requests one after the other, each when the reply to the one before it has come."""
+        number = connection
+        while True:
+            await self.pace.wait()
+            call = self.attack.call(number)
+            try:
+                headers = {**key, **call.headers}
+                reply = await self.http.request(call.method, call.path, headers=headers, content=call.body)
+                self.replies[_outcome(reply)] += 1
+            except httpx.TransportError as error:
+                self.replies[type(error).__name__] += 1
+            number += self.attack.num_connections
+            await asyncio.sleep(PAUSE_S)
+
+    async def hold(self, connection: int, key: dict[str, str]) -> None:
+        """Send a request on a connection of its own, read next to nothing of the reply; begin again when it breaks."""
+        where = self.http.base_url
+        while True:
+            await self.pace.wait()
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                # A small window, so that the reply stays with the server.
+                reader, writer = await asyncio.open_connection(where.host, where.port, limit=SIP_BYTES)
+                writer.write(4 * _raw(self.attack.call(connection), where.netloc, key))
+                self.replies["connections"] += 1
+                while data := await reader.read(SIP_BYTES):
+                    if data.startswith(b"HTTP/1.1 503"):
+                        self.replies["503"] += 1
+                    await asyncio.sleep(SIP_S)
+                writer.close()
+            await asyncio.sleep(PAUSE_S)
+
+    async def pipeline(self, connection: int, key: dict[str, str]) -> None:
+        """Keep several requests under way on a connection of its own, and begin again when it breaks."""
+        where = self.http.base_url
+        request = _raw(self.attack.call(connection), where.netloc, key)
+        while True:
+            await self.pace.wait()
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(where.host, where.port)
+                self.replies["connections"] += 1
+                writer.write(NUM_PIPELINED * request)
+                while data := await reader.read(1 << 16):
+                    statuses = STATUS.findall(data)
+                    self.replies.update(status.decode() for status in statuses)
+                    await self.pace.wait()
+                    writer.write(len(statuses) * request)
+                writer.close()
+            await asyncio.sleep(PAUSE_S)
 
 
 def _raw(call: Call, netloc: bytes, key: Mapping[str, str]) -> bytes:

@@ -11,20 +11,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from bench.engine import publish
 from bench.synthetic import LlamaShapes, write_norm_delta
 from deltastore.base import Base
 from deltastore.registry import Registry
-from deltastore.registry.records import ArtifactFacts
+from deltastore.registry.records import ArtifactFacts, ReportFile
+from deltastore.registry.variants import REPORTS
 
 TENANT = "hostile"
-# Of other honest tenants, to compare with.
-FULL_BATCH, LONG_BATCH = "full-batch", "long-batch"
+# Another one, with the names of many versions, which would make lists of the first one long.
+HOARDER = "hoarder"
+# To compare with: other honest tenants, and the hostile one without its trick.
+FULL_BATCH, LONG_BATCH, ONE_QUEUE, FEW_CONNECTIONS, READ_STREAMS = (
+    "full-batch",
+    "long-batch",
+    "one-queue",
+    "few-connections",
+    "read-streams",
+)
 TOKENIZER = "tokenizer.json"
 LOOPING = b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 JSON = {"Content-Type": "application/json"}
+BYTES = {"Content-Type": "application/octet-stream"}
 # A form that a page of another site posts without asking first.
 CROSS_SITE = {
     "Origin": "https://evil.example",
@@ -49,15 +59,19 @@ class Sizes:
     tokenizer_bytes: int = 32 << 20
     num_connections: int = 320  # of those that hold connections, or a place in the queue
     num_copies: int = 128  # `n` of a request
+    num_held: int = 320  # versions of one variant, each for one request that goes on
+    held_tokens: int = 1000  # of each sequence of such a request
     num_batch: int = 64  # connections that fill the batch
     long_prompt: int = 1500  # tokens
     num_new: int = 32
+    num_prompts: int = 150  # of one call
+    num_names: int = 100_000  # of versions of one tenant
 
 
 SMALL_SIZES = Sizes(
     prompt_chars=1 << 16, num_patterns=20, body_bytes=1 << 18, num_versions=5, report_bytes=1 << 10, num_reports=3,
-    num_public=5, num_cold=2, tokenizer_bytes=1 << 16, num_connections=16, num_copies=4, num_batch=8,
-    long_prompt=16, num_new=4,
+    num_public=5, num_cold=2, tokenizer_bytes=1 << 16, num_connections=16, num_copies=4, num_held=16,
+    held_tokens=4, num_batch=8, long_prompt=16, num_new=4, num_prompts=8, num_names=5000,
 )  # fmt: skip
 
 
@@ -76,10 +90,12 @@ class Attack:
 
     Args:
         call: the request of each number.
-        reads: the replies are read; else each connection sends one request and reads next to nothing.
-        has_key: the requests have the hostile tenant's key.
-        control: what other honest tenants, which fill the batch, send to be compared with; None for the same client
-            that sends to a sink.
+        manner: "ask" waits for each reply, "hold" sends requests once and reads next to nothing, "pipeline" keeps
+            requests under way.
+        tenant: whose key the requests have; None is no key.
+        control: what is sent to be compared with; None for the same client that sends to a sink.
+        is_own_control: as a control, the hostile tenant itself sends it, as often as the attack; else other honest
+            tenants do, which fill the batch.
         keys: the server gives tenants keys.
         few_connections: the server has fewer connections than the attack.
     """
@@ -87,9 +103,10 @@ class Attack:
     kind: str
     call: Callable[[int], Call]
     num_connections: int = 8
-    reads: bool = True
-    has_key: bool = True
+    manner: Literal["ask", "hold", "pipeline"] = "ask"
+    tenant: str | None = TENANT
     control: str | None = None
+    is_own_control: bool = False
     keys: bool = True
     few_connections: bool = False
 
@@ -100,6 +117,10 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
     long_prompt = " ".join(f"x{token}" for token in range(1, sizes.long_prompt + 1))
     chat = {"messages": [{"role": "user", "content": "x1"}], "max_new_tokens": 4}
     prompt = {"prompt": "x1 x2 x3", "max_new_tokens": sizes.num_new}
+    held = {"prompt": "x1 x2 x3", "max_new_tokens": sizes.held_tokens, "n": sizes.num_copies}
+    scored = {"model": "plain", "prompt": "x1 x2 x3", "max_tokens": sizes.held_tokens, "n": sizes.num_copies}
+    stream = {**scored, "logprobs": 20, "stream": True}
+    unknown = Call("GET", "/me", {"X-API-Key": f"pxk_{'0' * 12}_{'0' * 64}"})
     found = [
         Attack("probe-variant", lambda _: get("/v1/models/probe")),
         Attack("long-reports", lambda n: get(f"/variants/fat-{n % 4}" if n % 5 else "/variants"), 4),
@@ -110,8 +131,8 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             "slow-readers",
             lambda _: get("/docs/swagger-ui-bundle.js"),
             sizes.num_connections,
-            reads=False,
-            has_key=False,
+            manner="hold",
+            tenant=None,
             few_connections=True,
         ),
         Attack(
@@ -137,7 +158,7 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
         Attack(
             "cross-site-page",
             lambda n: Call("POST", f"/variants?name=page-{n % 100}", CROSS_SITE, FORM),
-            has_key=False,
+            tenant=None,
             keys=False,
         ),
         Attack("looping-template", lambda _: post("/generate?variant=loops", chat)),
@@ -151,8 +172,39 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             4,
         ),
         Attack("large-schemas", lambda n: _schema(n, sizes.num_patterns)),
+        # Each version has a queue of its own in the scheduler, so that all requests begin.
+        Attack(
+            "begun-queue",
+            lambda n: post(f"/generate?variant=held@{n % sizes.num_held + 1}", held),
+            sizes.num_connections,
+            control=ONE_QUEUE,
+        ),
+        Attack(
+            "pipelining",
+            lambda _: unknown,
+            sizes.num_connections,
+            manner="pipeline",
+            tenant=None,
+            control=FEW_CONNECTIONS,
+            few_connections=True,
+        ),
+        # Each is read just fast enough not to be dropped.
+        Attack(
+            "unread-streams",
+            lambda _: post("/v1/completions", stream),
+            sizes.num_connections,
+            manner="hold",
+            control=READ_STREAMS,
+        ),
+        Attack("unfit-prompts", lambda n: _unfit(n, sizes), 4),
+        Attack(
+            "upload-heads",
+            lambda n: Call("POST", f"/variants?name=head-{n}", BYTES, bytes(64)),
+            16,
+            tenant=HOARDER,
+        ),
     ]
-    honest = [
+    controls = [
         Attack(FULL_BATCH, lambda _: post("/generate", {**prompt, "prompt": "w1 w2 w3"}), sizes.num_batch),
         # Of the base's own tokens: as many as those of `many-sequences`.
         Attack(
@@ -163,8 +215,21 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             ),
             sizes.num_batch,
         ),
+        Attack(
+            ONE_QUEUE,
+            lambda _: post("/generate?variant=plain", held),
+            sizes.num_connections,
+            is_own_control=True,
+        ),
+        Attack(
+            READ_STREAMS,
+            lambda _: post("/v1/completions", stream),
+            sizes.num_connections,
+            is_own_control=True,
+        ),
+        Attack(FEW_CONNECTIONS, lambda _: unknown, sizes.num_batch, tenant=None, is_own_control=True),
     ]
-    return {attack.kind: attack for attack in [*found, *honest]}
+    return {attack.kind: attack for attack in [*found, *controls]}
 
 
 def publish_hostile(
@@ -191,6 +256,9 @@ def publish_hostile(
         path = directory / f"{name}.safetensors"
         write_norm_delta(path, shapes, seed, own, base)
         publish(registry, path, name, TENANT)
+        if name == "plain":
+            for _ in range(sizes.num_held):
+                publish(registry, path, "held", TENANT)
         path.unlink()
     report: dict[str, Any] = {"details": [[]] * (sizes.report_bytes // 4)}
     # `probe` and `many` stay on their first version.
@@ -201,6 +269,7 @@ def publish_hostile(
         _publish_bytes(registry, f"fat-{number % 4}", base, report=report)
     for number in range(sizes.num_public):
         _publish_bytes(registry, f"public-{number}", base)
+    _write_names(registry, sizes.num_names)
     for name in ("probe", *(f"public-{number}" for number in range(sizes.num_public))):
         registry.set_visibility(TENANT, name, "public")
 
@@ -228,6 +297,16 @@ def _publish_bytes(
         registry.publish(upload.seal(), facts, tenant=TENANT, name=name, activate=activate)
 
 
+def _write_names(registry: Registry, num_names: int) -> None:
+    """Write the names of versions as uploads leave them, ten of a variant, without uploading them."""
+    directory = Path(registry.root) / REPORTS / HOARDER
+    directory.mkdir()
+    for number in range(num_names):
+        digest, token = f"{number:064x}", f"{number:032x}"
+        file = ReportFile(f"variant-{number // 10}", 1 + number % 10, digest, 200_000, token)
+        (directory / file.file_name).touch()
+
+
 _BODIES: dict[tuple[str, int], bytes] = {}
 
 
@@ -245,6 +324,20 @@ def _values(number: int, num_bytes: int) -> Call:
         }
         _BODIES[field, num_bytes] = f'{{"model":"plain","max_tokens":4,{parts[field]}}}'.encode()
     return Call("POST", "/v1/chat/completions", JSON, _BODIES[field, num_bytes])
+
+
+def _unfit(number: int, sizes: Sizes) -> Call:
+    """Return a call of many prompts of token ids, the last of them too high, or of one prompt that fills its body."""
+    field = ("prompts", "ids")[number % 2]
+    if (field, sizes.body_bytes) not in _BODIES:
+        if field == "prompts":
+            prompt = [1] * sizes.long_prompt
+            ids: Any = [prompt] * (sizes.num_prompts - 1) + [[*prompt[1:], (1 << 31) - 1]]
+        else:
+            ids = [1] * (sizes.body_bytes // 2 - 64)
+        document = {"model": "plain", "max_tokens": 1, "prompt": ids}
+        _BODIES[field, sizes.body_bytes] = json.dumps(document, separators=(",", ":")).encode()
+    return Call("POST", "/v1/completions", JSON, _BODIES[field, sizes.body_bytes])
 
 
 def _many(number: int, num_versions: int) -> Call:
@@ -294,4 +387,5 @@ def _replaced(pattern: str | dict[str, str], content: str) -> dict[str, Any]:
     }
 
 
-KINDS = tuple(kind for kind in attacks(SMALL_SIZES) if kind not in (FULL_BATCH, LONG_BATCH))
+CONTROLS = (FULL_BATCH, LONG_BATCH, ONE_QUEUE, FEW_CONNECTIONS, READ_STREAMS)
+KINDS = tuple(kind for kind in attacks(SMALL_SIZES) if kind not in CONTROLS)

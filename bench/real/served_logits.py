@@ -16,7 +16,7 @@ from server.deltas.resident import DeltaTables, ResidentDelta, Slot
 from server.engine.model_runner import ModelRunner, ScheduledSequence
 from server.engine.sequence import Sequence
 from server.model.loader import ServedModel, load_model
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import Request, SamplingParams, token_ids_of
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def _resident(path: Path, tables: DeltaTables) -> ResidentDelta:
 
 
 def _logits(served: ServedModel, delta: ResidentDelta | None, num_pages: int) -> Tensor:
-    ids = tuple(7 * token for token in range(1, 1 + TEXT_TOKENS))
+    ids = token_ids_of(7 * token for token in range(1, 1 + TEXT_TOKENS))
     # With prompt log-probabilities the logits of every token are computed.
     request = Request("bench", "default", None, None, ids, 1 + max(ids), SamplingParams(prompt_logprobs=0))
     sequence = Sequence(request, 0)

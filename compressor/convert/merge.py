@@ -31,9 +31,9 @@ from deltastore.checkpoint import DTYPE_NAME, INDEX_FILE, SINGLE_FILE, TORCH_DTY
 from deltastore.console import byte_progress, identify_base
 from deltastore.errors import StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
+from deltastore.format.files import GENERATION_FILE, is_tokenizer_file
 from deltastore.format.header import DTYPE_BYTES, TensorEntry, encode_header
 from deltastore.format.layout import FLOATS
-from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
 from deltastore.format.validate import check_artifact, check_base
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -176,6 +176,7 @@ def merge(config: MergeConfig) -> MergeResult:
                 write_shard(directory, shard, merged.blocks, bar.update)
             write_index(directory, shards)
             for name, content in files.items():
+                (directory / name).parent.mkdir(exist_ok=True)
                 (directory / name).write_bytes(content)
     return MergeResult(config.out, dtype, len(shards), size_bytes)
 
@@ -231,7 +232,7 @@ class _MergedModel:
     def files(self) -> dict[str, bytes]:
         """The variant's own files, else the base's; and the configuration."""
         own = {name: self.artifact.file(name) for name in self.artifact.manifest.files}
-        files = own if own.keys() & set(TOKENIZER_FILES) else {**tokenizer_files(self.base), **own}
+        files = own if any(map(is_tokenizer_file, own)) else {**tokenizer_files(self.base), **own}
         generation = self.base.path / GENERATION_FILE
         if GENERATION_FILE not in files and generation.is_file():
             files[GENERATION_FILE] = generation.read_bytes()

@@ -33,8 +33,8 @@ from compressor.sources import TOKEN_IDS
 from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint, StoredTensor
 from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.format.artifact import Artifact
+from deltastore.format.files import GENERATION_FILE
 from deltastore.format.header import parse_json
-from deltastore.format.manifest import GENERATION_FILE
 
 
 class Weights(Protocol):

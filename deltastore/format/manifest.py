@@ -15,18 +15,13 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deltastore.errors import ArtifactError, shown
+from deltastore.format.files import GENERATION_FILE, MAX_FILES, is_tokenizer_file
 from deltastore.format.header import MAX_NAME_CHARS, MAX_RANK, parse_json
 
 FORMAT = 1
 FORMAT_KEY = "peraxis.format"
 MANIFEST_KEY = "peraxis.manifest"
 
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja",
-)  # fmt: skip
-GENERATION_FILE = "generation_config.json"
-FILES = (*TOKENIZER_FILES, GENERATION_FILE)
 MAX_FACTS_BYTES = 256 << 10
 MAX_FACTS_DEPTH = 16
 MAX_PLANES = 4
@@ -46,7 +41,7 @@ def _small(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known_file(name: str) -> str:
-    if name not in FILES:
+    if name != GENERATION_FILE and not is_tokenizer_file(name):
         raise ValueError(f"{shown(name)} is not one of the files that an artifact may carry")
     return name
 
@@ -125,7 +120,7 @@ class Manifest(_Strict):
     device_bytes: Size
     config: Facts  # as `deltastore.base.architecture` returns it; the base's must agree
     tensors: dict[str, TensorSpec]
-    files: Annotated[list[Filename], Field(max_length=len(FILES))]
+    files: Annotated[list[Filename], Field(max_length=MAX_FILES)]
     compressor: Facts  # version and settings
     fidelity: Facts
 

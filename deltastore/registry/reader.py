@@ -7,15 +7,16 @@ versions. `REGISTRY.md` says why what is read together belongs together.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from deltastore.errors import RegistryError, VariantNotFound, VariantQuarantined
 from deltastore.registry.claims import Claims, taken
-from deltastore.registry.records import VersionRecord, Visibility, is_name
+from deltastore.registry.records import ReportFile, VersionRecord, Visibility, is_name
 from deltastore.registry.store import SmallFiles, Store
 from deltastore.registry.variants import (
     DIRECTORY,
@@ -37,17 +38,74 @@ MAX_SHOWN = 20
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The versions and bytes of a tenant. Publications under way count, and until a gc those that were cut short."""
+# Names between two rests of a listing.
+REST_NAMES = 4096
 
-    num_versions: Mapping[str, int]  # by the name of the variant
-    objects: Mapping[str, int]  # the bytes of each artifact by digest
-    versions: frozenset[tuple[str, str]]  # the name and digest of each
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """The versions and bytes of a tenant. Publications under way count, and until a gc those that were cut short.
+
+    Names and digests are their hashes, with a key of this process: 24 bytes for each version.
+    """
+
+    num_versions: int
+    num_variants: int
+    num_bytes: int  # of each artifact once
+    _names: array[int]  # of each version, sorted
+    _versions: array[int]  # name and digest of each, sorted
+    _digests: array[int]  # sorted
+
+    @classmethod
+    def of(cls, files: Iterable[ReportFile]) -> Stored:
+        """Count the versions that reports belong to."""
+        # The supervisor imports this module and counts nothing.
+        import numpy as np
+
+        numbers, names, versions, digests, sizes = (array("q") for _ in range(5))
+        for file in files:
+            numbers.append(hash((file.name, file.version)))
+            names.append(hash(file.name))
+            versions.append(hash((file.name, file.digest)))
+            digests.append(hash(file.digest))
+            sizes.append(file.size_bytes)
+        # A publication that is under way may have the number of another one.
+        _, first = np.unique(np.asarray(numbers), return_index=True)
+        own = np.asarray(names)[first]
+        distinct, first_of = np.unique(np.asarray(digests), return_index=True)
+        return cls(
+            len(own),
+            len(np.unique(own)),
+            int(np.asarray(sizes)[first_of].sum()),
+            array("q", np.sort(own).tobytes()),
+            array("q", np.unique(np.asarray(versions)).tobytes()),
+            array("q", distinct.tobytes()),
+        )
+
+    def num_versions_of(self, name: str) -> int:
+        """Return the number of versions of a variant."""
+        key = hash(name)
+        return bisect_right(self._names, key) - bisect_left(self._names, key)
 
     def has(self, name: str, digest: str) -> bool:
         """True if a version of the variant has these bytes."""
-        return (name, digest) in self.versions
+        return _has(self._versions, hash((name, digest)))
+
+    def has_artifact(self, digest: str) -> bool:
+        """True if a version of any variant has these bytes."""
+        return _has(self._digests, hash(digest))
+
+
+def _has(keys: array[int], key: int) -> bool:
+    index = bisect_left(keys, key)
+    return index < len(keys) and keys[index] == key
+
+
+def _with_rests(files: Iterable[ReportFile], rest: Callable[[], None]) -> Iterator[ReportFile]:
+    for number, file in enumerate(files, 1):
+        yield file
+        if number % REST_NAMES == 0:
+            rest()
 
 
 class RegistryReader:
@@ -73,16 +131,17 @@ class RegistryReader:
             self.files.check_present()
             return [name for name in self.files.subdirectories(self.files.root / REPORTS) if is_name(name)]
 
-    def stored(self, tenant: str) -> Stored:
-        """Return what a tenant stores, from one listing."""
+    def stored(self, tenant: str, rest: Callable[[], None] = lambda: None) -> Stored:
+        """Return what a tenant stores, from one listing, of which no list is made.
+
+        Args:
+            tenant: The tenant.
+            rest: Called now and then, as the names of a tenant may be many.
+        """
         with self._store.explained():
             self.files.check_present()
-            files = list(report_files(self.files, tenant)) if is_name(tenant) else []
-        return Stored(
-            Counter(name for name, _ in {(file.name, file.version) for file in files}),
-            {file.digest: file.size_bytes for file in files},
-            frozenset((file.name, file.digest) for file in files),
-        )
+            files = report_files(self.files, tenant) if is_name(tenant) else ()
+            return Stored.of(_with_rests(files, rest))
 
     def names(self, tenant: str) -> list[str]:
         """Return the sorted names of a tenant's variants, from one listing. One may have no live version."""

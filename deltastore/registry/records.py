@@ -26,6 +26,8 @@ MAX_FIDELITY_BYTES = 1 << 20
 LARGEST = 1e300
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
+# Behind the variant's name in a report's; no name has it.
+NAME_END = "~"
 REPORT = re.compile(
     rf"({NAME.pattern.strip('^$')})~([1-9][0-9]{{0,17}})~([0-9a-f]{{64}})~([0-9]{{1,18}})~([0-9a-f]{{32}})\.json"
 )

@@ -70,6 +70,9 @@ class SmallFiles(Protocol):
             is_fresh: Ask the store, also where `listed` has listed the directory.
         """
 
+    def each_name(self, directory: PurePath) -> Iterator[str]:
+        """Yield what `names` returns of a new listing, in any order, without a list of all."""
+
     def subdirectories(self, directory: PurePath) -> list[str]:
         """Return the sorted names of a directory's subdirectories; empty if it does not exist."""
 

@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from deltastore.errors import PeraxisError, RegistryError, VariantNotFound
 from deltastore.registry.records import (
+    NAME_END,
     ArtifactFacts,
     ReportFile,
     VariantState,
@@ -467,7 +468,7 @@ class VariantDirectory:
         self._files.make_durable(self.reports, self.reports.parent)
 
     def _own_reports(self) -> Iterator[ReportFile]:
-        return (file for file in report_files(self._files, self.tenant) if file.name == self.name)
+        return report_files(self._files, self.tenant, self.name)
 
     def _activated(self, history: History) -> Iterator[int]:
         """Yield the versions that became active, the last one first, as far back as the state remembers."""
@@ -506,17 +507,24 @@ def directories(files: SmallFiles, tenant: str | None = None) -> Iterator[Varian
                     yield VariantDirectory(files, owner, name)
 
 
-def report_files(files: SmallFiles, tenant: str) -> Iterator[ReportFile]:
-    """Yield the names of a tenant's fidelity reports from one listing: a superset of those of its live versions."""
-    for text in files.names(files.root / REPORTS / tenant, is_fresh=True):
-        if (found := ReportFile.parse(text)) is not None:
+def report_files(files: SmallFiles, tenant: str, name: str | None = None) -> Iterator[ReportFile]:
+    """Yield the names of a tenant's fidelity reports from one listing: a superset of those of its live versions.
+
+    Args:
+        files: Those of the registry.
+        tenant: The tenant.
+        name: Of one variant; the reports of others cost little then.
+    """
+    beginning = "" if name is None else f"{name}{NAME_END}"
+    for text in files.each_name(files.root / REPORTS / tenant):
+        if text.startswith(beginning) and (found := ReportFile.parse(text)) is not None:
             yield found
 
 
 def report_names(files: SmallFiles, tenant: str) -> list[str]:
     """Return the sorted names of the variants that a tenant's fidelity reports belong to, from one listing."""
-    listed = files.names(files.root / REPORTS / tenant, is_fresh=True)
-    found = {name for name, end, _ in (text.partition("~") for text in listed) if end}
+    listed = files.each_name(files.root / REPORTS / tenant)
+    found = {name for name, end, _ in (text.partition(NAME_END) for text in listed) if end}
     return sorted(filter(is_name, found))
 
 

@@ -14,7 +14,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -24,7 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltastore.errors import shown
 from server.api.service import AnyService, Service
-from server.errors import Forbidden, InvalidApiKey
+from server.errors import Forbidden, InvalidApiKey, QueueFull
+from server.loop_ledger import NOBODY
 from server.protocol.request import RequestContext, current_request
 from server.settings import Settings
 from server.tenants.tenant import UNAUTHENTICATED, Caller, Role
@@ -76,20 +77,30 @@ async def authorize(request: Request, service: AnyService) -> None:
     Raises:
         InvalidApiKey: the route needs a key, and the request has none that is valid.
         Forbidden: the key does not have the route's role; or there are no keys, and the request may be a page's.
+        QueueFull: the server has no connection left for the tenant.
     """
     if service.settings.auth == "none":
         _check_host(request, service.settings)
         _check_site(request)
     needed = ROLES[request.method, request.scope["route"].path]
     if needed is None:
+        _identify(request, NOBODY)
         return
     caller = await _caller_of(request, service)
+    _identify(request, caller.tenant.name)
     # The middleware counts the reply under the tenant's name.
     request.scope["state"].update(caller=caller, tenant=caller.tenant.name)
     allowed = caller.acts_for_tenant() if needed == "any" else caller.has(needed)
     if not allowed:
         role = "inference or publish" if needed == "any" else needed
         raise Forbidden(f"this call needs a key with the role {role}: ask the operator for one")
+
+
+def _identify(request: Request, tenant: str) -> None:
+    """Tell the web server whose connection it is; others' servers do not ask."""
+    identify = request.scope["state"].get("identify")
+    if identify is not None and not identify(tenant):
+        raise QueueFull("the server has as many connections of the tenant as it may: try again in a moment")
 
 
 def _check_host(request: Request, settings: Settings) -> None:
@@ -142,16 +153,32 @@ def _is_address(host: str) -> bool:
 async def _caller_of(request: Request, service: Service) -> Caller:
     if service.settings.auth == "none":
         return UNAUTHENTICATED
-    given = set(request.headers.getlist("x-api-key"))
-    for value in request.headers.getlist("authorization"):
-        scheme, _, credentials = value.partition(" ")
-        # Credentials of another scheme are no key, and never pass as one.
-        given.add(credentials.strip() if scheme.lower() == "bearer" else "")
+    given = _given_keys(request.headers)
     if not given:
         raise InvalidApiKey("this call needs an API key: send it as `Authorization: Bearer KEY`")
     if len(given) > 1:
         raise InvalidApiKey("the request has several API keys that differ: send one")
     return await service.keys.caller(given.pop())
+
+
+def _given_keys(headers: Headers) -> set[str]:
+    given = set(headers.getlist("x-api-key"))
+    for value in headers.getlist("authorization"):
+        scheme, _, credentials = value.partition(" ")
+        if scheme.lower() == "bearer":
+            given.add(credentials.strip())
+        elif "x-api-key" not in headers:
+            # Credentials of another scheme are no key, and never pass as one; beside a key, they are a proxy's.
+            given.add("")
+    return given
+
+
+def owner_of(service: Service, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the tenant that a request's head shows, before it is authorized; NOBODY without a key that is known."""
+    if service.settings.auth == "none":
+        return UNAUTHENTICATED.tenant.name
+    given = _given_keys(Headers(raw=list(headers)))
+    return service.keys.known_tenant(given.pop()) or NOBODY if len(given) == 1 else NOBODY
 
 
 log = logging.getLogger(__name__)
@@ -183,13 +210,24 @@ class RequestMiddleware:
         began = time.monotonic()
         # The status that is counted when no reply starts.
         status = 500
+        if is_head := scope["method"] == "HEAD":
+            # The web server's own scope stays: it sends no body.
+            scope = {**scope, "method": "GET"}
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
+            if is_head and message["type"] == "http.response.body":
+                return
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                head = MutableHeaders(scope=message)
+                head["X-Request-Id"] = request_id
+                if ignored := scope["state"].get("ignored"):
+                    head["X-Peraxis-Ignored"] = ignored
             await send(message)
+            if is_head:
+                # At once: nothing of a large or endless body is made, because its reader is gone.
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         self.service.num_in_flight += 1
         try:

@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from deltastore.errors import (
     ArtifactError,
@@ -32,6 +33,7 @@ from deltastore.errors import (
 from server.api.json_io import JsonReply
 from server.api.service import http_request_id_of
 from server.errors import (
+    ContextTooLong,
     Draining,
     EndedEngine,
     EngineRestarted,
@@ -70,6 +72,7 @@ UNEXPECTED = Failure(500, "internal_error", "server_error")
 FAILURES: Mapping[type[PeraxisError], Failure] = {
     VariantNotFound: Failure(404, "model_not_found"),
     InvalidRequest: Failure(400, "invalid_request"),
+    ContextTooLong: Failure(400, "context_length_exceeded"),
     UsageError: Failure(400, "invalid_request"),
     InvalidApiKey: Failure(401, "invalid_api_key", wants_key=True),
     Forbidden: Failure(403, "forbidden"),
@@ -84,7 +87,8 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     # `Retry-After` is the error's own.
     RateLimited: Failure(429, "rate_limited", "rate_limit_error"),
     QueueFull: Failure(503, "overloaded", "server_error", 1),
-    Draining: Failure(503, "draining", "server_error", 5),
+    # The next request of the connection would come here again, whatever stands in front of the servers.
+    Draining: Failure(503, "draining", "server_error", 5, closes_connection=True),
     LoadTimeout: Failure(503, "load_timeout", "server_error", 5),
     MaskTimeout: Failure(503, "overloaded", "server_error", 1),
     EndedEngine: Failure(500, "engine_failed", "server_error"),
@@ -99,6 +103,7 @@ HTTP_FAILURES: Mapping[int, Failure] = {
     404: Failure(404, "not_found"),
     405: Failure(405, "method_not_allowed"),
     413: Failure(413, "too_large"),
+    415: Failure(415, "unsupported_media_type"),
     416: Failure(416, "range_not_satisfiable"),
 }
 
@@ -162,12 +167,27 @@ async def _on_validation(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     failure = HTTP_FAILURES.get(error.status_code, Failure(error.status_code, "invalid_request"))
+    if failure.code == "not_found" and (location := _without_last_slash(request)) is not None:
+        return Response(status_code=307, headers={"Location": location})
     message = str(error.detail)
     if failure.code in ("not_found", "method_not_allowed"):
         # Not `url.path`: a query that is not in UTF-8 makes no URL.
         call = f"{request.method} {request.scope['path']}"
         message = f"there is no call {call}: see the list of calls in the documentation"
     return _reply(failure, _document(failure, message, None), error.headers)
+
+
+def _without_last_slash(request: Request) -> str | None:
+    """Return the URL of a path without its last slash, if there is a call of that path; None if there is none."""
+    path: str = request.scope["path"].rstrip("/")
+    scope = {**request.scope, "path": path}
+    if path == request.scope["path"] or not path:
+        return None
+    if all(route.matches(scope)[0] is Match.NONE for route in request.app.routes):
+        return None
+    raw_path: bytes = request.scope["raw_path"].rstrip(b"/")
+    query: bytes = request.scope["query_string"]
+    return (raw_path + (b"?" + query if query else b"")).decode("latin-1")
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import fastapi
@@ -22,24 +22,34 @@ from deltastore.registry.records import VersionRecord
 from server.api.errors import error_body
 from server.api.json_io import JsonReply
 from server.api.outputs import (
+    LOGPROB_BYTES,
     EventStream,
     RequestEvents,
     SequenceEnd,
     TextOutputs,
     TextToken,
     ToolOutputs,
+    begun,
     while_connected,
 )
 from server.api.schemas import BASE, Reference
 from server.api.service import Service, http_request_id_of
-from server.errors import InvalidRequest
+from server.errors import ContextTooLong, InvalidRequest
 from server.grammar.grammar import Requested
 from server.grammar.tool_calls import CallDelta, ToolCall, joined
-from server.protocol.messages import FinishReason
-from server.protocol.request import Request, SamplingParams, current_request
+from server.protocol.messages import EngineFacts, FinishReason
+from server.protocol.request import (
+    PageHashes,
+    Request,
+    SamplingParams,
+    TokenIds,
+    current_request,
+    token_ids_of,
+)
 from server.tenants.tenant import Rates, Tenant
+from server.text.chat_template import Conversation
 from server.text.service import VariantText
-from server.text.tokenizer import Conversation
+from server.text.tokenizer import too_many_tokens
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +61,15 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 MAX_ECHO_CHARS = 16 << 20
 # Log-probabilities that a whole reply may hold, those of the likeliest tokens included.
 MAX_LOGPROBS = 1 << 18
-# What each of them, and each token, takes in memory until the reply is made.
-LOGPROB_BYTES = 300
+# What each token takes in memory, beside its log-probabilities, until the reply is made.
 TOKEN_BYTES = 250
+# Tokens of a call's prompts above which they are checked and hashed beside the event loop: so many take 0.3 ms.
+MAX_CHECKED_HERE = 1 << 12
+# A comment, which clients of server-sent events pass over.
+WAITING = b": waiting\n\n"
 DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
 
-Prompt = str | Sequence[int] | Conversation
+Prompt = str | TokenIds | Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,7 @@ class GenerationCall:
             None is as many as fit.
         length_field: the route's name of `max_new_tokens`, for errors.
         echo: the reply repeats the prompts.
+        adds_special_tokens: those of the tokenizer are among a text's.
         requested: the form that the outputs must have, and the tools that they may call.
     """
 
@@ -80,6 +94,7 @@ class GenerationCall:
     default_new_tokens: int | None = DEFAULT_NEW_TOKENS
     length_field: str = "max_new_tokens"
     echo: bool = False
+    adds_special_tokens: bool = True
     requested: Requested = field(default_factory=Requested)
 
     @property
@@ -185,7 +200,9 @@ async def answer(
         PeraxisError: as `read` and `submit` do, or because a request failed before the first byte of its reply.
     """
     http_request_id = http_request_id_of(request)
-    events = RequestEvents(service.engine, service.metrics, http_request_id, service.spans)
+    events = RequestEvents(
+        service.engine, service.metrics, http_request_id, tenant.name, service.unsent, service.spans
+    )
     try:
         await admit(service, tenant, events)
         submission, replies, is_stream = await _submitted(request, service, read, events)
@@ -193,17 +210,28 @@ async def answer(
             with service.unsent.growing(tenant.name) as hold:
                 sequences = await while_connected(request, _gather(submission, hold))
                 if submission.sampling_params.logprobs is None:
-                    return _whole_reply(submission, replies, sequences)
-                # Log-probabilities make documents that take long to build, and other requests need the event loop.
-                return await run_in_threadpool(_whole_reply, submission, replies, sequences)
-        # Wait for the first output: an error before it, such as a failed load, still gets its own status.
-        first = await while_connected(request, submission.outputs.take())
+                    reply = _whole_reply(submission, replies, sequences)
+                else:
+                    # Log-probabilities make documents that take long to build, and other requests need the event loop.
+                    reply = await run_in_threadpool(_whole_reply, submission, replies, sequences)
+            events.cancel()
+            return reply
+        first = begun(submission.outputs.take())
+        # An error before the first output, such as a failed load, gets its own status, unless it is late.
+        pause_s = service.settings.stream_keepalive
+        try:
+            await while_connected(request, asyncio.wait({first}, timeout=pause_s))
+            if first.done():
+                first.result()
+        except BaseException:
+            first.cancel()
+            raise
     except BaseException:
         events.cancel()
         raise
-    content = _stream(submission, replies, first, http_request_id)
+    content = _stream(submission, replies, first, pause_s, http_request_id, events)
     headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return EventStream(events, content, headers)
+    return EventStream(events, first, content, headers)
 
 
 async def _submitted(
@@ -235,7 +263,7 @@ async def admit(service: Service, tenant: Tenant, events: RequestEvents) -> None
 
 
 async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:
-    """Resolve the version, tokenize every prompt, then submit a request for each.
+    """Resolve the version, tokenize and check every prompt, then submit a request for each.
 
     Args:
         events: hold the tenant's admission.
@@ -249,7 +277,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
             its output cannot be used.
     """
     with _counting_refusals(service, call.tenant):
-        _check_number(call, service.settings.max_queue)
+        _check_number(call, service.settings.max_prompts)
     record = await resolved(service, call.tenant, call.reference)
     with _counting_refusals(service, call.tenant):
         # Before the variant's files are read and texts are tokenized, which takes a worker's time.
@@ -257,13 +285,14 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         text = await service.text.of(record, call.tenant.name)
         max_tokens = service.engine.facts.max_model_len
         prompts, echoes = await _tokenized(call, text, max_tokens)
-        requests = [
+        requests: Sequence[Request] = [
             Request(
                 *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
                 *(text.num_embeddings, _sampling_params(call, text, len(ids), max_tokens), _traceparent()),
             )
             for ids in prompts
         ]
+        requests = await _checked(requests, service.engine.facts)
         _check_echoes(requests, echoes)
         events.admission.count(sum(map(len, prompts)))
         await _send(service, call, text, requests, events)
@@ -277,7 +306,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
 
 async def _tokenized(
     call: GenerationCall, text: VariantText, max_tokens: int
-) -> tuple[list[tuple[int, ...]], list[str]]:
+) -> tuple[list[TokenIds], list[str]]:
     """Return the token ids of each prompt, and their texts if the reply repeats them.
 
     Raises:
@@ -287,7 +316,7 @@ async def _tokenized(
     for prompt in call.prompts:
         # Short prompts are tokenized on the event loop, which others need between them.
         await asyncio.sleep(0)
-        ids = await _encoded(text, prompt, max_tokens)
+        ids = await _encoded(text, prompt, max_tokens, call.adds_special_tokens)
         _check_length(call, len(ids), max_tokens)
         prompts.append(ids)
         if call.echo:
@@ -377,23 +406,37 @@ def _check_echoes(requests: Sequence[Request], echoes: Sequence[str]) -> None:
         )
 
 
-async def _encoded(text: VariantText, prompt: Prompt, max_tokens: int) -> tuple[int, ...]:
+async def _encoded(text: VariantText, prompt: Prompt, max_tokens: int, adds_special_tokens: bool) -> TokenIds:
     if isinstance(prompt, str):
-        return tuple(await text.encode(prompt, max_tokens))
+        return token_ids_of(await text.encode(prompt, max_tokens, adds_special_tokens))
     if isinstance(prompt, Conversation):
-        return tuple(await text.render_chat(prompt, max_tokens))
+        return token_ids_of(await text.render_chat(prompt, max_tokens))
     if len(prompt) > max_tokens:
-        raise InvalidRequest(
-            f"the prompt has {len(prompt)} tokens, more than the {max_tokens} that fit: shorten it", "prompt"
-        )
-    return tuple(prompt)
+        raise too_many_tokens(len(prompt), max_tokens, "prompt")
+    return prompt
+
+
+async def _checked(requests: Sequence[Request], facts: EngineFacts) -> Sequence[Request]:
+    """Refuse a call with a prompt that the engine would refuse; return its requests with the hashes of their pages."""
+
+    def check() -> Sequence[Request]:
+        for request in requests:
+            request.check(facts.max_model_len)
+        size = facts.page_tokens
+        if size is None:
+            return requests
+        return [replace(each, page_hashes=PageHashes.of(each.prompt_ids, size)) for each in requests]
+
+    if sum(len(request.prompt_ids) for request in requests) <= MAX_CHECKED_HERE:
+        return check()
+    return await run_in_threadpool(check)
 
 
 def _check_length(call: GenerationCall, num_prompt: int, max_tokens: int) -> None:
     """Refuse a prompt that does not fit with the new tokens that the call asks for."""
     num_new, num_left = call.max_new_tokens, max_tokens - num_prompt
     if num_new is not None and num_new > num_left:
-        raise InvalidRequest(
+        raise ContextTooLong(
             f"{num_prompt} prompt tokens and {num_new} new ones are {num_prompt + num_new}, more than the "
             f"{max_tokens} that fit: shorten the prompt or lower {call.length_field}",
             call.length_field if num_left > 0 else "prompt",
@@ -415,14 +458,16 @@ def _sampling_params(
         if "max_new_tokens" not in given and generation.max_length is not None:
             default_new = generation.max_length - num_prompt
             if default_new < 1:
-                raise InvalidRequest(
+                raise ContextTooLong(
                     f"the prompt has {num_prompt} tokens, and the max_length of {text.label} is "
                     f"{generation.max_length}: shorten the prompt, or set {call.length_field}",
                     call.length_field,
                 )
         given["max_new_tokens"] = max(1, min(default_new, num_left))
+    ends = frozenset() if given.pop("ignore_eos", False) else generation.eos_token_ids
+    given["stop_token_ids"] = ends | given.get("stop_token_ids", frozenset())
     is_constrained = call.requested.grammar is not None
-    return SamplingParams(**given, stop_token_ids=generation.eos_token_ids, is_constrained=is_constrained)
+    return SamplingParams(**given, is_constrained=is_constrained)
 
 
 def _whole_reply(submission: Submission, replies: ReplyFormat, sequences: list[WholeSequence]) -> Response:
@@ -466,13 +511,28 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
 
 
 async def _stream(
-    submission: Submission, replies: ReplyFormat, first: list[TextToken | SequenceEnd], http_request_id: str
+    submission: Submission,
+    replies: ReplyFormat,
+    first: asyncio.Future[list[TextToken | SequenceEnd]],
+    pause_s: float,
+    http_request_id: str,
+    events: RequestEvents,
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a call. What came at once leaves at once."""
+    """Yield the server-sent events of a call. What came at once leaves at once.
+
+    Args:
+        first: the first outputs; until they are there, comments tell that the server is.
+    """
     try:
-        yield replies.begin() + b"".join(map(replies.part, first))
+        while not first.done():
+            with events.sending():
+                yield WAITING
+            await asyncio.wait({first}, timeout=pause_s)
+        with events.sending():
+            yield replies.begin() + b"".join(map(replies.part, first.result()))
         while taken := await submission.outputs.take():
-            yield b"".join(map(replies.part, taken))
+            with events.sending():
+                yield b"".join(map(replies.part, taken))
         yield replies.end()
     except PeraxisError as error:
         yield replies.failed(error_body(error, http_request_id))

@@ -16,13 +16,12 @@ from fastapi.responses import Response
 from server.api.generation import GenerationCall, ReplyFormat, Submission, WholeSequence, answer
 from server.api.json_io import read_json, server_sent_event, unnamed_event
 from server.api.outputs import ScoredText, SequenceEnd, TextToken
-from server.api.schemas import ChatBody, CompletionBody, GenerateBody, GenerateQuery, Reference
+from server.api.schemas import ChatBody, CompletionBody, GenerateBody, GenerateQuery, Reference, UsageIn
 from server.api.service import AnyService, TenantDep
 from server.grammar.tool_calls import CallDelta, ToolCall
 from server.protocol.messages import FinishReason
 from server.tenants.tenant import Tenant
 from server.text.detokenizer import INCOMPLETE
-from server.text.tokenizer import Conversation
 
 # OpenAI's API names the version that answered by a fingerprint; ours is this much of the digest.
 FINGERPRINT_CHARS = 12
@@ -35,13 +34,13 @@ class Documents:
     Args:
         prefix: begins the reply's id, as in OpenAI's API.
         model: as the client named it.
-        includes_usage: a stream ends with the number of tokens.
+        usage_in: the events of a stream that have the number of tokens.
     """
 
-    def __init__(self, submission: Submission, prefix: str, model: str, includes_usage: bool) -> None:
+    def __init__(self, submission: Submission, prefix: str, model: str, usage_in: UsageIn) -> None:
         record = submission.record
         self._submission = submission
-        self._includes_usage = includes_usage
+        self._usage_in = usage_in
         self._id = f"{prefix}-{submission.requests[0].id}"
         self._created = int(time.time())
         self._model = model
@@ -60,22 +59,27 @@ class Documents:
 
     def chunk(self, kind: str, choice: dict[str, Any]) -> bytes:
         """Return the event of one choice of a stream."""
-        usage = {"usage": None} if self._includes_usage else {}
-        return unnamed_event({**self.document(kind, [choice]), **usage})
+        document = self.document(kind, [choice])
+        if self._usage_in == "last":
+            document["usage"] = None
+        elif self._usage_in == "all":
+            document["usage"] = self.usage(self._submission.outputs.num_tokens)
+        return unnamed_event(document)
 
     def last_chunks(self, kind: str, num_new_tokens: int) -> bytes:
         """Return the last events of a stream; the number of tokens is among them if the client asked for it."""
-        if not self._includes_usage:
+        if self._usage_in == "none":
             return DONE
         return unnamed_event({**self.document(kind, []), "usage": self.usage(num_new_tokens)}) + DONE
 
-    def usage(self, num_new_tokens: int) -> dict[str, int]:
+    def usage(self, num_new_tokens: int) -> dict[str, Any]:
         """Return the number of tokens; each prompt counts once, whatever `n` is."""
         num_prompt = self._submission.num_prompt_tokens
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new_tokens,
             "total_tokens": num_prompt + num_new_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._submission.outputs.num_cached},
         }
 
 
@@ -150,21 +154,21 @@ async def _chat_call(
     call = GenerationCall(
         tenant,
         Reference.parse(body.model),
-        (Conversation(body.conversation(), tools=requested.tools),),
+        (body.conversation(requested.tools),),
         sampling,
         bool(body.stream),
         default_new_tokens=None,
         length_field=body.length_field,
         requested=requested,
     )
-    return call, partial(ChatReply, body.model, body.includes_usage, bool(body.logprobs))
+    return call, partial(ChatReply, body.model, body.usage_in, bool(body.logprobs))
 
 
 class ChatReply:
     """The JSON of `POST /v1/chat/completions`. Keeps nothing of the size of the request's body."""
 
-    def __init__(self, model: str, includes_usage: bool, has_logprobs: bool, submission: Submission) -> None:
-        self._documents = Documents(submission, "chatcmpl", model, includes_usage)
+    def __init__(self, model: str, usage_in: UsageIn, has_logprobs: bool, submission: Submission) -> None:
+        self._documents = Documents(submission, "chatcmpl", model, usage_in)
         self._outputs = submission.outputs
         self._n = submission.sampling_params.n
         self._has_logprobs = has_logprobs
@@ -280,10 +284,11 @@ async def _completion_call(
         bool(body.stream),
         length_field="max_tokens",
         echo=bool(body.echo),
+        adds_special_tokens=body.add_special_tokens is not False,
         requested=body.requested(),
     )
     has_logprobs, is_prompt_only = body.logprobs is not None, body.max_tokens == 0
-    return call, partial(CompletionReply, body.model, body.includes_usage, has_logprobs, is_prompt_only)
+    return call, partial(CompletionReply, body.model, body.usage_in, has_logprobs, is_prompt_only)
 
 
 class CompletionReply:
@@ -295,12 +300,12 @@ class CompletionReply:
     def __init__(
         self,
         model: str,
-        includes_usage: bool,
+        usage_in: UsageIn,
         has_logprobs: bool,
         is_prompt_only: bool,
         submission: Submission,
     ) -> None:
-        self._documents = Documents(submission, "cmpl", model, includes_usage)
+        self._documents = Documents(submission, "cmpl", model, usage_in)
         self._outputs = submission.outputs
         self._n = submission.sampling_params.n
         self._echoes = submission.echoes
@@ -401,7 +406,7 @@ async def _generate_call(
     request: fastapi.Request, tenant: Tenant, reference: Reference, held: ExitStack
 ) -> tuple[GenerationCall, type[GenerateReply]]:
     body = await read_json(request, GenerateBody, held)
-    prompt = Conversation(body.conversation()) if body.prompt is None else body.prompt
+    prompt = body.conversation() if body.prompt is None else body.prompt
     return GenerationCall(tenant, reference, (prompt,), body.sampling_params(), body.stream), GenerateReply
 
 

@@ -22,9 +22,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from deltastore.errors import shown
-from server.api.schemas import MAX_VALUES, num_values
+from server.api.conversations import MAX_VALUES, num_values
+from server.api.fields import ignored_fields, told
+from server.api.schemas import OpenAIBody
 from server.errors import InvalidRequest, RequestTimeout
 from server.fairness import FairBudget, FairLimiter
+from server.loop_ledger import timed_on_thread
 
 JSON = "application/json"
 # Bound on one JSON body.
@@ -46,7 +49,7 @@ MISSING_FIELD = re.compile(r"Object missing required field `(.*?)`(?: - at `\$\.
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$(.*)`)?", re.DOTALL)
 # Fields of other APIs, with the name that one has in a call of this server.
 OTHER_NAMES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
-AT = re.compile(r"(.*) - at `\$\.?(.*)`", re.DOTALL)
+AT = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -109,9 +112,19 @@ async def read_json(request: Request, kind: type[B], held: ExitStack) -> B:
                 num_reserved += FREE_BYTES
             body += chunk
     if len(body) <= FREE_BYTES:
-        return _parse(kind, body)
-    async with bodies.parsing.permit(tenant):
-        return await asyncio.to_thread(_parse, kind, body)
+        parsed, ignored = _parse_all(kind, body)
+    else:
+        async with bodies.parsing.permit(tenant):
+            parsed, ignored = await asyncio.to_thread(timed_on_thread(_parse_all), kind, body)
+    if ignored:
+        request.scope["state"]["ignored"] = told(ignored)
+    return parsed
+
+
+def _parse_all(kind: type[B], body: bytearray) -> tuple[B, tuple[str, ...]]:
+    """Parse a body, and return the names of its fields that no API has."""
+    parsed = parse(kind, body)
+    return parsed, ignored_fields(kind, body) if issubclass(kind, OpenAIBody) else ()
 
 
 def media_type_of(request: Request) -> str:
@@ -151,7 +164,15 @@ async def timed_chunks(request: Request, total_s: float | None = None) -> AsyncG
             yield chunk
 
 
+def check_encoding(request: Request) -> None:
+    """Refuse a compressed body: how large it becomes is known only when it is read."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise HTTPException(415, f"the body has the coding {shown(coding)}: send it without Content-Encoding")
+
+
 def _check_headers(request: Request) -> None:
+    check_encoding(request)
     media_type = media_type_of(request)
     if media_type != JSON:
         raise InvalidRequest(
@@ -168,7 +189,8 @@ def _check_size(num_bytes: int) -> None:
         raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes: split the request")
 
 
-def _parse(kind: type[B], body: bytearray) -> B:
+def parse(kind: type[B], body: bytearray) -> B:
+    """Return a body as a `kind`; raise InvalidRequest if it is none, or has too many values."""
     if num_values(body) > MAX_VALUES:
         raise InvalidRequest(
             f"the body has more than {MAX_VALUES} arrays, objects and strings: send fewer",

@@ -19,11 +19,11 @@ from server.api.json_io import JsonReply, page_reply, read_json
 from server.api.lora_adapters import adapters_of
 from server.api.schemas import BASE, MAX_PAGE_ENTRIES, DetokenizeBody, Reference, TokenizeBody
 from server.api.service import Service, ServiceDep, TenantDep
-from server.errors import InvalidRequest
+from server.protocol.request import check_token_ids
 from server.shared_state import LoadedAdapter
 from server.tenants.tenant import Tenant
 from server.text.service import VariantText
-from server.text.tokenizer import Conversation
+from server.text.tokenizer import too_many_tokens
 
 OWNER_OF_BASE = "peraxis"
 
@@ -157,10 +157,7 @@ async def tokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> 
         if body.prompt is not None:
             ids = await text.encode(body.prompt, max_tokens, body.add_special_tokens is not False)
         else:
-            conversation = Conversation(
-                body.conversation(), body.add_generation_prompt, bool(body.add_special_tokens)
-            )
-            ids = await text.render_chat(conversation, max_tokens)
+            ids = await text.render_chat(body.conversation(), max_tokens)
         strings = await text.token_strings(ids) if body.return_token_strs else None
     reply: dict[str, Any] = {
         "count": len(ids),
@@ -176,14 +173,11 @@ async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -
     """Answer with the text of token ids, special tokens included."""
     async with _read(request, service, tenant, DetokenizeBody) as (body, text, headers):
         max_tokens = service.engine.facts.max_model_len
-        if len(body.tokens) > max_tokens:
-            raise InvalidRequest(
-                f"there are {len(body.tokens)} tokens, more than the {max_tokens} that fit: send fewer",
-                "tokens",
-            )
-        if max(body.tokens, default=0) >= text.num_embeddings:
-            raise InvalidRequest(f"token ids must be from 0 to {text.num_embeddings - 1}", "tokens")
-        prompt = await text.decode(body.tokens, skip_special_tokens=False)
+        ids = body.token_ids()
+        if len(ids) > max_tokens:
+            raise too_many_tokens(len(ids), max_tokens, "tokens")
+        check_token_ids(ids, text.num_embeddings, "tokens")
+        prompt = await text.decode(list(ids), skip_special_tokens=False)
     return JsonReply({"prompt": prompt}, headers=headers)
 
 

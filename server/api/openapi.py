@@ -136,7 +136,7 @@ REPLIES: Mapping[Call, Mapping[str, Any]] = {
 # has failed.
 COMMON = (400, 401, 403, 404, 429, 500, 503)
 # Those of a call with a body: too slow, too large.
-WITH_BODY = (408, 413)
+WITH_BODY = (408, 413, 415)
 # The others, by route.
 MORE: Mapping[Call, Sequence[int]] = {
     ("POST", "/generate"): (409, 413, 424),

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 
 from server.api.json_io import JsonReply, WholeReply
 from server.api.service import AnyService, Service
+from server.loop_ledger import timed_on_thread
 from server.metrics.exposition import CONTENT_TYPE, compose, variant_labels
 
 router = APIRouter()
@@ -44,7 +45,7 @@ async def metrics(service: AnyService) -> Response:
     snapshot = await service.shared.metrics()
     # After the snapshot, so that a variant registered meanwhile keeps its series.
     state = await service.registry_scrapes.read(variant_labels(snapshot))
-    text = await asyncio.to_thread(compose, snapshot, state, is_ready=service.is_ready())
+    text = await asyncio.to_thread(timed_on_thread(compose), snapshot, state, is_ready=service.is_ready())
     if state is not None and state.deleted:
         service.metrics.forget_variants(state.deleted)
         await service.shared.forget_variants(tuple(state.deleted))

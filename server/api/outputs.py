@@ -6,10 +6,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import fastapi
 from fastapi.responses import StreamingResponse
@@ -18,18 +19,21 @@ from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from server.errors import EndedEngine, EngineRestarted, RequestTimeout, VersionEndsEngines
+from server.errors import EndedEngine, EngineRestarted, QueueFull, RequestTimeout, VersionEndsEngines
+from server.fairness import FairBudget
 from server.grammar.grammar import Requested
 from server.grammar.service import MaskFeed
 from server.grammar.tool_calls import (
     CallDelta,
     CallSplitter,
+    DecodedAnswer,
     FreeAnswer,
     ParsedAnswer,
     may_be_calls,
     parse_plain,
     parsed,
 )
+from server.loop_ledger import timed_on_thread
 from server.metrics.metrics import FrontendMetrics
 from server.protocol.engine_client import EngineLink
 from server.protocol.messages import (
@@ -54,6 +58,15 @@ log = logging.getLogger(__name__)
 
 # Tokens, and log-probabilities of tokens, that are kept for a client which does not read its stream.
 MAX_UNREAD = 1 << 16
+# With so many of them, or when a piece of the stream could not be sent for so long, the requests pause. A second, as
+# for connections that may give way: a client that is late once does not lose its rows.
+PAUSE_UNREAD = MAX_UNREAD // 4
+STALLED_S = 1.0
+# What a token that is not read takes in memory, and each log-probability beside it.
+UNREAD_TOKEN_BYTES = 200
+UNREAD_LOGPROB_BYTES = 120
+# What a log-probability takes as text, until the reply is made.
+LOGPROB_BYTES = 300
 # Errors of requests that no engine counts.
 LOST = (EngineRestarted, EndedEngine, VersionEndsEngines)
 
@@ -63,7 +76,13 @@ T = TypeVar("T")
 class RequestEvents:
     """The engine's requests of one HTTP request, and their events. Event loop only.
 
-    A request that fails ends the others. Always call `cancel` last; it does nothing after the end.
+    A request that fails ends the others. Always call `cancel` last; it does nothing to requests that have ended.
+
+    While the client does not read, the requests pause in the engine, and the events that have come are counted.
+
+    Args:
+        tenant: of the call.
+        unsent: bytes that clients have not read.
     """
 
     def __init__(
@@ -71,16 +90,24 @@ class RequestEvents:
         engine: EngineLink,
         metrics: FrontendMetrics,
         http_request_id: str,
+        tenant: str,
+        unsent: FairBudget,
         spans: RequestSpans | None = None,
     ) -> None:
         self._http_request_id = http_request_id
+        self._tenant = tenant
+        self._unsent = unsent
         self._engine = engine
         self._metrics = metrics
         self._request_ids: list[str] = []
         self._feeds: list[MaskFeed] = []
         self._events: list[tuple[int, Event]] = []
         self._arrived = asyncio.Event()
-        self._num_unread = 0
+        # Tokens and log-probabilities that were not taken, their bytes, and how many of these the budget counts.
+        self._num_unread = self._unread_bytes = self._held_bytes = 0
+        self._prompt_bytes = 0  # that the budget counts until the end
+        self._sending_since: float | None = None
+        self._is_paused = False
         self._num_open = 0
         self.admission = Admission()
         self._is_cancelled = False
@@ -143,14 +170,26 @@ class RequestEvents:
 
         Each stands behind the number of its request, in order of submission.
         """
+        if not self._events:
+            # The client has read all that came while they paused.
+            self._set_paused(False)
         await self._arrived.wait()
         events, self._events = self._events, []
         self._arrived.clear()
-        self._num_unread = 0
+        self._give_back_unread()
         _, last = events[-1]
         if isinstance(last, ErrorEvent):
             raise last.error
         return events
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Note that a piece of the stream is being sent inside the block, which ends when the client reads."""
+        self._sending_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._sending_since = None
 
     def stop_sequence(self, number: int, index: int) -> None:
         """End one sequence of a request, whose text holds a stop string."""
@@ -166,6 +205,9 @@ class RequestEvents:
         for number in list(self._traced):
             self._make_span(number, "cancelled")
         self.admission.release()
+        self._give_back_unread()
+        self._unsent.give_back(self._tenant, self._prompt_bytes)
+        self._prompt_bytes = 0
 
     def _check_open(self) -> None:
         # The cancellation of a task is lost if what it waits for has just ended, so that a call may be submitted
@@ -179,10 +221,12 @@ class RequestEvents:
             self._trace(number, event)
         if isinstance(event, TokenEvent):
             self.admission.count(1)
-            self._num_unread += 1 + len(event.top)
-            if self._num_unread > MAX_UNREAD:
-                event = ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
+            event = self._keep(event)
+        elif isinstance(event, PromptEvent):
+            event = self._keep_prompt(event)
         if isinstance(event, ErrorEvent):
+            # The events before an error are not sent any more.
+            self._events.clear()
             if isinstance(event.error, LOST):
                 self._count_as_lost(request, submitted_at)
             # No event follows, so that an error is the last one.
@@ -193,6 +237,41 @@ class RequestEvents:
                 self.admission.release()
         self._events.append((number, event))
         self._arrived.set()
+
+    def _keep(self, event: TokenEvent) -> Event:
+        """Count a token that is not read yet; return it, or the error of a client that reads too late."""
+        self._num_unread += 1 + len(event.top)
+        self._unread_bytes += UNREAD_TOKEN_BYTES + len(event.top) * UNREAD_LOGPROB_BYTES
+        since = self._sending_since
+        if self._num_unread <= PAUSE_UNREAD and (since is None or time.monotonic() - since < STALLED_S):
+            return event
+        self._set_paused(True)
+        has_room = self._unsent.has(self._tenant, self._unread_bytes - self._held_bytes)
+        if not has_room or self._num_unread > MAX_UNREAD:
+            return ErrorEvent(RequestTimeout("the stream was not read in time: read it as it arrives"))
+        self._unsent.take(self._tenant, self._unread_bytes - self._held_bytes)
+        self._held_bytes = self._unread_bytes
+        return event
+
+    def _keep_prompt(self, event: PromptEvent) -> Event:
+        """Count a prompt's log-probabilities, which are kept until the reply ends; return them, or an error."""
+        num_bytes = LOGPROB_BYTES * sum(1 + len(token.top) for token in event.tokens)
+        try:
+            self._unsent.take(self._tenant, num_bytes)
+        except QueueFull as error:
+            return ErrorEvent(error)
+        self._prompt_bytes += num_bytes
+        return event
+
+    def _give_back_unread(self) -> None:
+        self._unsent.give_back(self._tenant, self._held_bytes)
+        self._num_unread = self._unread_bytes = self._held_bytes = 0
+
+    def _set_paused(self, is_paused: bool) -> None:
+        if is_paused != self._is_paused:
+            self._is_paused = is_paused
+            for request_id in self._request_ids:
+                self._engine.set_paused(request_id, is_paused)
 
     def _trace(self, number: int, event: Event) -> None:
         traced = self._traced.get(number)
@@ -221,17 +300,36 @@ class RequestEvents:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events of requests; cancels them when the client disconnects, even before the first byte."""
+    """Server-sent events of requests; cancels them when the client disconnects, even before the first byte.
 
-    def __init__(self, events: RequestEvents, content: AsyncIterator[bytes], headers: dict[str, str]) -> None:
+    Args:
+        first: the first outputs of the requests, which the stream may begin without.
+    """
+
+    def __init__(
+        self,
+        events: RequestEvents,
+        first: asyncio.Future[list[TextToken | SequenceEnd]],
+        content: AsyncIterator[bytes],
+        headers: dict[str, str],
+    ) -> None:
         super().__init__(content, headers=headers, media_type="text/event-stream")
         self._request_events = events
+        self._first = first
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._request_events.cancel()
+            self._first.cancel()
+
+
+def begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Return a task of work whose client may leave before its outcome is known."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(_take_exception)
+    return task
 
 
 async def while_connected(request: fastapi.Request, work: Awaitable[T]) -> T:
@@ -322,6 +420,7 @@ class TextOutputs:
         self.prompts: dict[int, tuple[TextToken, ...]] = {}
         self.timings: Timings | None = None  # of the request that ended last
         self.num_tokens = 0  # that were returned
+        self.num_cached = 0  # tokens of prompts that the prefix cache had
         self._events = events
         self._requests = requests
         self._text = text
@@ -329,7 +428,8 @@ class TextOutputs:
         self._stop_token_ids = params.stop_token_ids
         self._num_open = len(requests)
         self._sequences = {
-            index: _Sequence(IncrementalDetokenizer(params.stop)) for index in range(params.n * len(requests))
+            index: _Sequence(IncrementalDetokenizer(params.stop, params.include_stop_str_in_output))
+            for index in range(params.n * len(requests))
         }
 
     async def take(self) -> list[TextToken | SequenceEnd]:
@@ -350,6 +450,7 @@ class TextOutputs:
         for number, event in events:
             if isinstance(event, DoneEvent):
                 self.timings = event.timings
+                self.num_cached += event.num_cached
                 self._num_open -= 1
             elif isinstance(event, PromptEvent):
                 self.prompts[number] = await self._prompt(number, event)
@@ -393,10 +494,11 @@ class TextOutputs:
             TokenEvent(number, ids[0]),
             *(TokenEvent(number, token.token_id, token.logprob, token.top) for token in event.tokens),
         ]
-        (decoded,) = await self._text.decode_streams([NewTokens(Window(), ids, is_last=True)])
+        (decoded,) = await self._text.decode_streams([NewTokens(Window(), tuple(ids), is_last=True)])
         texts = await self._texts_of(tokens)
         # Tens of thousands of values take long to make, and other requests need the event loop.
-        return await asyncio.to_thread(_prompt_tokens, number, tokens, decoded.texts, texts)
+        making = timed_on_thread(_prompt_tokens)
+        return await asyncio.to_thread(making, number, tokens, decoded.texts, texts)
 
     def _outputs(
         self, index: int, sequence: _Sequence, decoded: NewText, texts: dict[int, str]
@@ -445,8 +547,9 @@ def _text_token(index: int, token: TokenEvent, text: str, offset: int, texts: di
 class _GrowingAnswer:
     """One answer as it grows, and the parts of it that were returned."""
 
+    prompt: Sequence[int] | DecodedAnswer
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    new_ids: list[int] = field(default_factory=list)  # since it was last parsed
     shown: ParsedAnswer = field(default_factory=lambda: ParsedAnswer(""))
 
     def new_in(self, found: ParsedAnswer) -> tuple[str, str, tuple[CallDelta, ...]]:
@@ -484,7 +587,7 @@ class ToolOutputs(TextOutputs):
         self._may_have_template = True
         indices = range(requests[0].sampling_params.n * len(requests))
         self._splitters = {index: CallSplitter(requested.called) for index in indices}
-        self._free = {index: _GrowingAnswer() for index in indices}
+        self._free = {index: _GrowingAnswer(requests[index // self._n].prompt_ids) for index in indices}
 
     async def take(self) -> list[TextToken | SequenceEnd]:
         outputs = await super().take()
@@ -503,7 +606,7 @@ class ToolOutputs(TextOutputs):
             free = self._free[output.index]
             free.text += output.text
             if isinstance(output, TextToken) and output.token_id not in self._stop_token_ids:
-                free.token_ids.append(output.token_id)
+                free.new_ids.append(output.token_id)
             if self._as_it_comes or isinstance(output, SequenceEnd):
                 positions[output.index] = position
         wholes = {index: isinstance(outputs[position], SequenceEnd) for index, position in positions.items()}
@@ -521,13 +624,16 @@ class ToolOutputs(TextOutputs):
             answers = [self._answer(index, is_whole) for index, is_whole in wholes.items()]
             found = await parsed(self._text, answers, self._requested.tools)
             if found is not None:
-                return found
+                for index, (_, decoded) in zip(wholes, found, strict=True):
+                    self._free[index].prompt = decoded
+                return [answer for answer, _ in found]
             self._may_have_template = False
         return [self._plain(self._free[index].text, is_whole) for index, is_whole in wholes.items()]
 
     def _answer(self, index: int, is_whole: bool) -> FreeAnswer:
-        free, request = self._free[index], self._requests[index // self._n]
-        return FreeAnswer(request.prompt_ids, tuple(free.token_ids), free.text, is_whole)
+        free = self._free[index]
+        new_ids, free.new_ids = tuple(free.new_ids), []
+        return FreeAnswer(free.prompt, new_ids, free.text, is_whole)
 
     def _plain(self, text: str, is_whole: bool) -> ParsedAnswer:
         if is_whole:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -19,14 +20,15 @@ import anyio
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.format.header import check_prefix
 from deltastore.registry import Publication
-from deltastore.registry.reader import Stored
 from deltastore.registry.records import ArtifactFacts, Visibility
 from deltastore.registry.uploads import SealedUpload, Upload
 from server.api.errors import is_the_clients
 from server.api.service import Service
 from server.errors import QueueFull, RateLimited
+from server.registry_calls import free_bytes
 from server.tenants.admission import Admission
 from server.tenants.changes import VariantChanges
+from server.tenants.stored import Counted
 from server.tenants.tenant import Tenant
 
 
@@ -57,7 +59,7 @@ async def counted_upload(
 class CountedUpload:
     """An upload under way, and the limits of what its tenant may store. What is stored above a limit stays.
 
-    A variant or version more than a limit may come of each upload that ends at the same moment.
+    A variant or version more than a limit may come of each other process that publishes at the same moment.
     """
 
     def __init__(
@@ -69,6 +71,11 @@ class CountedUpload:
         self._admission = admission
         self._limits = admission.limits
         self._size_bytes = size_bytes
+        most = self._limits
+        given = most.max_stored_bytes, most.max_stored_versions, most.max_variants, most.max_versions
+        # Without a limit of bytes, a tenant has its part of a volume.
+        has_any = isinstance(service.registry.files.root, Path) or any(each is not None for each in given)
+        self._has_limits = service.settings.auth == "keys" and has_any
         # Without a limit, and for bytes that are stored already, nothing is counted.
         self._counts_bytes = False
         self._stored_bytes = 0
@@ -76,14 +83,14 @@ class CountedUpload:
 
     async def begin(self, digest: str | None) -> None:
         """Refuse what cannot be published, as far as that is known before the first byte."""
-        if not self._has_limits():
+        if not self._has_limits:
             return
         # After the bytes were reserved: an upload that ends meanwhile counts twice rather than not at all.
-        others, found = await self._admission.grow(), await self._stored()
+        others, found = await self._admission.grow(), await self._service.stored.recent(self._tenant)
         self._check_count(found, digest)
-        self._counts_bytes = self._limits.max_stored_bytes is not None and digest not in found.objects
-        self._stored_bytes = sum(found.objects.values())
-        self._check_bytes(others, self._size_bytes or 0)
+        self._counts_bytes = digest is None or not found.has_artifact(digest)
+        self._stored_bytes = found.num_bytes
+        await self._check_bytes(others, self._size_bytes or 0)
 
     async def counted(self, chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
         """Yield the chunks, and count them as they come if it was not known how many would."""
@@ -91,32 +98,34 @@ class CountedUpload:
             async for chunk in chunks:
                 if self._size_bytes is None and self._counts_bytes:
                     self._num_bytes += len(chunk)
-                    self._check_bytes(await self._admission.grow(len(chunk)), self._num_bytes)
+                    others = await self._admission.grow(len(chunk))
+                    await self._check_bytes(others, self._num_bytes, num_written=self._num_bytes - len(chunk))
                 yield chunk
 
-    async def check(self, sealed: SealedUpload) -> None:
-        """Refuse a complete upload that its tenant may not publish any more."""
-        if not self._has_limits():
+    @asynccontextmanager
+    async def publishing(self, sealed: SealedUpload) -> AsyncIterator[None]:
+        """Count a complete upload as stored, from the beginning of a block that publishes it.
+
+        Raises:
+            RateLimited: its tenant may not publish it any more. The block is not entered.
+        """
+        if not self._has_limits:
+            yield
             return
-        others, found = await self._admission.grow(), await self._stored()
+        counts = self._service.stored
+        others, found = await self._admission.grow(), await counts.now(self._tenant)
+        # Nothing is waited for between the check of numbers and the moment from which the upload counts.
         self._check_count(found, sealed.digest)
-        # Bytes of a known number were reserved before any came.
-        if self._size_bytes is None and sealed.digest not in found.objects:
-            self._stored_bytes = sum(found.objects.values())
-            self._check_bytes(others, sealed.size_bytes)
+        with counts.publishing(self._tenant, self._name, sealed.digest, sealed.size_bytes):
+            # Bytes of a known number were reserved before any came.
+            if self._size_bytes is None and not found.has_artifact(sealed.digest):
+                self._stored_bytes = found.num_bytes
+                await self._check_bytes(others, sealed.size_bytes, num_written=sealed.size_bytes)
+            yield
 
-    def _has_limits(self) -> bool:
-        limits = self._limits
-        return (limits.max_stored_bytes, limits.max_variants, limits.max_versions) != (None, None, None)
-
-    async def _stored(self) -> Stored:
-        return await self._service.volume.run_long(
-            partial(self._service.registry.stored, self._tenant), self._tenant
-        )
-
-    def _check_count(self, stored: Stored, digest: str | None) -> None:
+    def _check_count(self, stored: Counted, digest: str | None) -> None:
         """Refuse a variant or version too many; without a digest, the version may be one that exists."""
-        num_versions, num_variants = stored.num_versions.get(self._name, 0), len(stored.num_versions)
+        num_versions, num_variants = stored.num_versions_of(self._name), stored.num_variants
         most = self._limits.max_variants
         if not num_versions and most is not None and num_variants >= most:
             raise RateLimited(
@@ -132,15 +141,37 @@ class CountedUpload:
                 f"{num_versions}: delete versions first",
                 "max_versions",
             )
-
-    def _check_bytes(self, others: int, size_bytes: int) -> None:
-        most, num_bytes = self._limits.max_stored_bytes, self._stored_bytes + others
-        if self._counts_bytes and most is not None and num_bytes + size_bytes > most:
+        most = self._limits.max_stored_versions
+        if most is not None and stored.num_versions >= most and is_new:
             raise RateLimited(
-                f"tenant {self._tenant!r} may store {most} bytes (max_stored_bytes), has {num_bytes} and sends "
-                f"{size_bytes}: delete variants or versions first",
-                "max_stored_bytes",
+                f"tenant {self._tenant!r} may have {most} versions of all variants (max_stored_versions) and has "
+                f"{stored.num_versions}: delete variants or versions first",
+                "max_stored_versions",
             )
+
+    async def _check_bytes(self, others: int, size_bytes: int, num_written: int = 0) -> None:
+        """Refuse an upload of so many bytes, of which some are on the volume already."""
+        if not self._counts_bytes:
+            return
+        most, num_bytes = self._limits.max_stored_bytes, self._stored_bytes + others
+        if most is not None:
+            if num_bytes + size_bytes > most:
+                raise self._too_many_bytes(f"{most} bytes", num_bytes, size_bytes)
+            return
+        registry = self._service.registry
+        free = await self._service.volume.run(partial(free_bytes, registry.files.root), self._tenant)
+        # So a tenant alone may have half of a volume, two a third each, and the next one always finds room.
+        if free is not None and num_bytes + size_bytes > (left := free - (size_bytes - num_written)):
+            raise self._too_many_bytes(
+                f"as many bytes as it leaves free, {max(0, left)},", num_bytes, size_bytes
+            )
+
+    def _too_many_bytes(self, most: str, num_bytes: int, size_bytes: int) -> RateLimited:
+        return RateLimited(
+            f"tenant {self._tenant!r} may store {most} (max_stored_bytes), has {num_bytes} and sends {size_bytes}: "
+            "delete variants or versions first",
+            "max_stored_bytes",
+        )
 
 
 @contextmanager
@@ -291,18 +322,18 @@ async def publish(
         InvalidApiKey: the caller's key was revoked since the upload began.
         RateLimited: the tenant has as many variants, versions or bytes as it may by now.
     """
-    await counted_as.check(sealed)
-    # Last: what stands before takes as long as the client or the registry likes.
-    if (key_id := destination.changes.auditor.key_id) is not None:
-        await service.keys.check_stands(key_id)
-    return await service.run_in_background(
-        destination.changes.publish,
-        sealed,
-        facts,
-        destination.name,
-        activate=destination.activate,
-        visibility=destination.visibility,
-    )
+    async with counted_as.publishing(sealed):
+        # Last: what stands before takes as long as the client or the registry likes.
+        if (key_id := destination.changes.auditor.key_id) is not None:
+            await service.keys.check_stands(key_id)
+        return await service.run_in_background(
+            destination.changes.publish,
+            sealed,
+            facts,
+            destination.name,
+            activate=destination.activate,
+            visibility=destination.visibility,
+        )
 
 
 async def publish_file(service: Service, destination: Destination, descriptor: int) -> Publication:

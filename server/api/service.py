@@ -26,6 +26,7 @@ from server.api.downloads import Downloads
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.fairness import FairBudget
 from server.grammar.service import GrammarService
+from server.loop_ledger import LoopLedger
 from server.metrics.exposition import RegistryScrapes
 from server.metrics.metrics import FrontendMetrics
 from server.protocol.engine_client import EngineLink
@@ -38,6 +39,7 @@ from server.tenants.admission import Admissions
 from server.tenants.changes import AuditLog, Auditor, VariantChanges
 from server.tenants.keys import KeyStore
 from server.tenants.limits import LimitsDirectory
+from server.tenants.stored import StoredCounts
 from server.tenants.tenant import Caller, Tenant
 from server.text.service import TextService, text_pool
 
@@ -83,6 +85,7 @@ class Service:
         self.keys = KeyStore(settings.registry, calls=self.volume)
         self.audit_log = AuditLog(settings.registry, must_exist=True)
         self.metrics = metrics
+        self.loop_ledger = LoopLedger(metrics.tenant_seconds_total)
         self.engine = engine
         self.spans: RequestSpans | None = None
         if settings.otlp_endpoint is not None:
@@ -91,6 +94,7 @@ class Service:
 
             self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
         self.admissions = Admissions(shared if settings.auth == "keys" else None, engine.identity.decode())
+        self.stored = StoredCounts(registry, self.volume)
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests
         self.unsent = FairBudget(MAX_UNSENT_BYTES, "bytes of replies that are not read")

@@ -30,7 +30,7 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
     """Show the caller's tenant, roles, key, limits and usage. Without keys there are no limits, and nothing counts."""
     tenant = caller.tenant.name
     counted = await service.admissions.usage(tenant)
-    found = await service.volume.run_list(partial(service.registry.stored, tenant), tenant)
+    found = await service.stored.now(tenant)
     return {
         "tenant": tenant,
         "roles": sorted(caller.roles),
@@ -41,7 +41,7 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
             "tokens_last_minute": None if counted is None else counted.num_tokens,
             "running": None if counted is None else counted.num_running,
             "uploads": None if counted is None else counted.num_uploads,
-            "stored_bytes": sum(found.objects.values()),
+            "stored_bytes": found.num_bytes,
             "pinned": num_pinned(service, tenant),
         },
     }

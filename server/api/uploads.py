@@ -20,7 +20,7 @@ from deltastore.errors import ArtifactError
 from deltastore.registry import Publication
 from deltastore.registry.records import check_names
 from deltastore.registry.uploads import SealedUpload
-from server.api.json_io import json_body, media_type_of, timed_chunks
+from server.api.json_io import check_encoding, json_body, media_type_of, timed_chunks
 from server.api.outputs import while_connected
 from server.api.publishing import (
     Destination,
@@ -121,10 +121,7 @@ def _check_headers(request: Request, max_bytes: int) -> None:
             "or send a multipart/form-data field called file",
             "Content-Type",
         )
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise InvalidRequest(
-            "an artifact cannot be encoded: send it without Content-Encoding", "Content-Encoding"
-        )
+    check_encoding(request)
     # uvicorn has checked that Content-Length is a number.
     length = int(request.headers.get("content-length", "0"))
     overhead = FORM_OVERHEAD_BYTES if media_type == FORM else 0

@@ -108,7 +108,13 @@ async def delete(
     name: str, query: Annotated[VersionQuery, Query()], service: ServiceDep, changes: ChangesDep
 ) -> dict[str, Any]:
     """Delete a variant or a version. New requests are refused at once; running ones end normally."""
-    deleted = await service.volume.run_long(partial(changes.delete, name, query.version), changes.tenant.name)
+    try:
+        deleted = await service.volume.run_long(
+            partial(changes.delete, name, query.version), changes.tenant.name
+        )
+    finally:
+        # Also after an error: a deletion that is late may be done, or be done later.
+        service.stored.deleted(changes.tenant.name)
     for record in deleted.records:
         _log_failure(service.engine.load("unload", record), "unload", record)
     return {"name": name, "deleted": deleted.versions}

@@ -6,6 +6,8 @@ Several loader threads use it at the same time.
 
 from __future__ import annotations
 
+import mmap
+import os
 import threading
 import time
 from bisect import insort
@@ -14,21 +16,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltastore.console import size_text
 from deltastore.errors import ArtifactTooLarge, SettingsError
-from deltastore.format.header import parse_verified_header
+from deltastore.format.header import Header, parse_verified_header
 from deltastore.format.manifest import Manifest
 from deltastore.loader import Loader, LoadReport
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.threads import lower_thread_priority
 from deltastore.verified_object import ObjectSource, read_verified
-from server.deltas.resident import DeltaLayout, DeltaTables, ResidentDelta, Slot
+from server.deltas.resident import ResidentDelta, Slot
 from server.metrics.metrics import ResidencyMetrics
 
 PAGE_BYTES = 4096
@@ -40,7 +43,7 @@ class HostCopy:
     """The verified device section of one artifact in host memory."""
 
     record: VersionRecord
-    layout: DeltaLayout
+    layout: Any  # as the tables gave it
     memory: Tensor  # [device_bytes] uint8
 
 
@@ -74,6 +77,7 @@ class HostCache:
         metrics: ResidencyMetrics,
         *,
         is_staged: bool,
+        is_shared: bool = False,
     ) -> None:
         """Allocate the memory.
 
@@ -84,23 +88,34 @@ class HostCache:
             device: the device of the slots.
             metrics: counts arrivals and evictions.
             is_staged: loads must go through host memory, as copies to CUDA do.
+            is_shared: processes of this user may map the memory, by `path`.
 
         Raises:
             SettingsError: the memory cannot be allocated.
         """
         self.num_loads = num_loads
         self.limit_bytes = limit_bytes
+        self.slot_bytes = slot_bytes
         self._unit_bytes = _rounded_up(-(-slot_bytes // UNITS_PER_SLOT), PAGE_BYTES)
         self._is_staged = is_staged
         staging = num_loads * UNITS_PER_SLOT * self._unit_bytes if is_staged else 0
         size = max(limit_bytes, staging)
-        self._pool = _allocate(size, device)
-        self._pinned = device.type == "cuda"
+        self._descriptor: int | None = None
+        if is_shared:
+            self._pool, self._descriptor = _allocate_shared(size)
+        else:
+            self._pool = _allocate(size, device)
+        self._pinned = device.type == "cuda" and not is_shared
         self._free = FreeList(size)
         self._kept: OrderedDict[str, HostBuffer] = OrderedDict()  # by version, least recently used first
         self._num_kept_bytes = 0
         self._changed = threading.Condition()
         self._metrics = metrics
+
+    @property
+    def path(self) -> str:
+        """The path by which processes of this user map the memory, until it is closed."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def holds(self, version: str) -> bool:
         """Return whether there is a copy of a delta now. Takes no lock."""
@@ -153,7 +168,7 @@ class HostCache:
         finally:
             self._release(buffer)
 
-    def keep(self, buffer: HostBuffer, record: VersionRecord, layout: DeltaLayout) -> None:
+    def keep(self, buffer: HostBuffer, record: VersionRecord, layout: Any) -> None:
         """Keep a filled buffer as the copy of its delta, unless the limit or copies in use leave no memory for it."""
         with self._changed:
             if buffer.num_bytes > self.limit_bytes:
@@ -184,6 +199,9 @@ class HostCache:
         if self._pinned:
             torch.cuda.check_error(_cudart().cudaHostUnregister(self._pool.data_ptr()))
             self._pinned = False
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
         self._kept.clear()
         self._pool = torch.empty(0, dtype=torch.uint8)
 
@@ -267,6 +285,26 @@ def _allocate(num_bytes: int, device: torch.device) -> Tensor:
     return memory
 
 
+def _allocate_shared(num_bytes: int) -> tuple[Tensor, int]:
+    """Allocate host memory that other processes of this user may map, and return it with its file descriptor."""
+    # /dev/shm, where such memory is kept otherwise, has 64 MB in a container.
+    descriptor = os.memfd_create("peraxis-deltas")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        memory = np.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=np.uint8)
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"{size_text(num_bytes)} of host memory for deltas is not available: lower --max-host-cache-gb ({error})"
+        ) from error
+    return torch.from_numpy(memory), descriptor
+
+
+def mapped(path: str) -> Tensor:
+    """Map the shared host memory of another process."""
+    with open(path, "r+b") as file:
+        return torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8))
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()
 
@@ -284,13 +322,26 @@ class _Load(NamedTuple):
     begun_s: float | None = None  # when its download began; None before
 
 
+class SlotTables(Protocol):
+    """The tables in which deltas in slots are entered: one device's, or those of all ranks of a model."""
+
+    # False if a slot is filled from the device section in host memory, which `adopt` does then.
+    in_place: bool
+
+    def layout(self, header: Header, manifest: Manifest, digest: str) -> Any:
+        """Plan where an artifact's tensors lie in a slot."""
+
+    def adopt(self, layout: Any, slot: Slot, section: Tensor) -> ResidentDelta:
+        """Enter a delta, whose device section is in host memory, and in its slot if that is in place."""
+
+
 class Fetcher:
     """Fills slots. Loads from host memory, from local files and from a store each have threads of their own.
 
     So those from host memory never wait for a disk, and those from local files never wait for a download.
     """
 
-    def __init__(self, loader: Loader, cache: HostCache, registry: Registry, tables: DeltaTables) -> None:
+    def __init__(self, loader: Loader, cache: HostCache, registry: Registry, tables: SlotTables) -> None:
         self.cache = cache
         self._tables = tables
         self._loader = loader
@@ -361,25 +412,37 @@ class Fetcher:
     def _fetch(self, record: VersionRecord, slot: Slot) -> tuple[ResidentDelta, LoadReport]:
         with self.cache.copy_of(record.label) as copy:
             if copy is not None:
-                report = self._loader.copy(copy.memory, slot.memory)
-                return self._tables.adopt(copy.layout, slot), report
-        layout, report = read_verified(self._registry, record, lambda: self._read(record, slot))
-        return self._tables.adopt(layout, slot), report
+                report = self._loader.copy(copy.memory, self._target(copy.memory, slot))
+                return self._adopt(copy.layout, slot, copy.memory, report)
+        return read_verified(self._registry, record, lambda: self._read(record, slot))
 
-    def _read(self, record: VersionRecord, slot: Slot) -> tuple[DeltaLayout, LoadReport]:
+    def _read(self, record: VersionRecord, slot: Slot) -> tuple[ResidentDelta, LoadReport]:
         """Read a delta from disk, through the host cache if it has memory, and take its layout from its header."""
         source = ObjectSource.of(self._registry, record)
-        if record.device_bytes > len(slot.memory):
+        slot_bytes = len(slot.memory) if self._tables.in_place else self.cache.slot_bytes
+        if record.device_bytes > slot_bytes:
             raise ArtifactTooLarge(
-                f"it needs {record.device_bytes} bytes on the device and a slot has {len(slot.memory)}: compress it "
+                f"it needs {record.device_bytes} bytes on the device and a slot has {slot_bytes}: compress it "
                 "with a smaller --budget, or raise the server's --slot-headroom"
             )
         with self.cache.buffer(record.device_bytes) as buffer:
             memory = slot.memory if buffer is None else buffer.memory
-            report = self._loader.load(source, memory, slot.memory)
+            report = self._loader.load(source, memory, self._target(memory, slot))
             header = parse_verified_header(report.header)
             manifest = Manifest.from_verified_metadata(header.metadata, f"object {record.digest}")
             layout = self._tables.layout(header, manifest, record.digest)
             if buffer is not None:
                 self.cache.keep(buffer, record, layout)
-        return layout, report
+            return self._adopt(layout, slot, memory, report)
+
+    def _target(self, memory: Tensor, slot: Slot) -> Tensor:
+        """Return the memory to which the loader copies: host memory itself where nothing is to be copied."""
+        return slot.memory if self._tables.in_place else memory
+
+    def _adopt(
+        self, layout: Any, slot: Slot, memory: Tensor, report: LoadReport
+    ) -> tuple[ResidentDelta, LoadReport]:
+        began = time.perf_counter()
+        delta = self._tables.adopt(layout, slot, memory)
+        seconds = time.perf_counter() - began
+        return delta, replace(report, copy_s=report.copy_s + seconds, total_s=report.total_s + seconds)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
+from deltastore.errors import ArtifactError
 from deltastore.format.header import Header, TensorEntry
 from deltastore.format.manifest import Manifest, MatrixParts, TensorSpec, part_names
 from deltastore.format.sizes import one_bit_plan
@@ -86,6 +87,35 @@ class Part:
         return next((name for name in manifest.tensors if name.endswith(HEAD_SUFFIXES)), "")
 
 
+@dataclass(frozen=True, slots=True)
+class ReadTensors:
+    """The tensors that a step of vLLM's model reads, and the tokens that it has room for."""
+
+    parts: tuple[Part, ...]
+    vectors: frozenset[str]
+    vocabulary: tuple[Part, ...]  # the embedding and the output head
+    num_tokens: int
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse an artifact that changes a tensor which no step reads, or has more tokens than there is room for.
+
+        Raises:
+            ArtifactError: names the tensor.
+        """
+        for name in (part.source(manifest) for part in self.vocabulary):
+            if name in manifest.tensors and manifest.tensors[name].shape[0] > self.num_tokens:
+                raise ArtifactError(
+                    f"{name!r} has rows for {manifest.tensors[name].shape[0]} tokens, and this vLLM for "
+                    f"{self.num_tokens}: start it with room for more"
+                )
+        known = {part.source(manifest) for part in self.parts} | self.vectors
+        if unknown := sorted(manifest.tensors.keys() - known):
+            raise ArtifactError(
+                f"vLLM reads {unknown[0]!r} (and {len(unknown) - 1} more) of this model where no delta can act: serve "
+                "it with --backend native"
+            )
+
+
 @dataclass(slots=True, eq=False)
 class Vector:
     """A vector parameter of the base, such as a norm's weight or a bias, and each slot's value of it."""
@@ -125,10 +155,15 @@ class ResidentDelta:
 class DeltaTables:
     """The tables of one model. Layers add their parts and vectors, then `allocate` fixes the tables' memory."""
 
+    in_place = True  # a slot holds a device section as it is
+
     def __init__(self) -> None:
         self.parts: list[Part] = []
         self.vectors: list[Vector] = []
         self.rows = torch.zeros(0, 0, FIELDS, dtype=torch.int64)  # [parts, slots, FIELDS]
+        self.num_added = torch.zeros(
+            1, dtype=torch.int64
+        )  # [1 + slots] tokens that the base lacks; 0 is the base's
         # [parts, slots] addresses of biases, and those of the base's, [parts]; 0 if a part has no bias.
         self._biases = np.zeros((0, 0), dtype=np.int64)
         self._base_biases = np.zeros(0, dtype=np.int64)
@@ -146,6 +181,7 @@ class DeltaTables:
     def allocate(self, num_slots: int, device: torch.device) -> None:
         """Allocate the tables of `num_slots` slots, in which no slot has a delta."""
         self.rows = torch.zeros(len(self.parts), num_slots, FIELDS, dtype=torch.int64, device=device)
+        self.num_added = torch.zeros(1 + num_slots, dtype=torch.int64, device=device)
         for vector in self.vectors:
             vector.table = vector.table[:1].repeat(1 + num_slots, 1)
         biases = [None if part.bias is None else self.vectors[part.bias].table for part in self.parts]
@@ -157,27 +193,13 @@ class DeltaTables:
 
     def layout(self, header: Header, manifest: Manifest, digest: str) -> DeltaLayout:
         """Find where the tensors of the artifact that `digest` names lie."""
-        specs, entries = manifest.tensors, header.tensors
-        rows = np.full((len(self.parts), FIELDS), NOWHERE, dtype=np.int64)
-        rows[:, NUMBERS] = 0
-        num_added = 0
-        for row, part in zip(rows, self.parts, strict=True):
-            source = part.source(manifest)
-            if (spec := specs.get(source)) is not None:
-                _fill(row, part, source, spec, entries)
-            if part.is_beyond and part.embedding is not None:
-                num_added = int(row[WHOLE_ROWS])
-        vectors = {
-            number: entries[vector.name]
-            for number, vector in enumerate(self.vectors)
-            if vector.name in specs and specs[vector.name].codec == "whole"
-        }
-        return DeltaLayout(digest, rows, vectors, num_added)
+        names = [vector.name for vector in self.vectors]
+        return layout_of(self.parts, names, header.tensors, manifest, digest)
 
-    def adopt(self, layout: DeltaLayout, slot: Slot) -> ResidentDelta:
+    def adopt(self, layout: DeltaLayout, slot: Slot, section: Tensor | None = None) -> ResidentDelta:
         """Write the tables' rows of a slot that holds the device section of the artifact that `layout` describes.
 
-        No step may read the slot's rows meanwhile.
+        No step may read the slot's rows meanwhile. `section` is the same in host memory, and is not read.
         """
         start = slot.memory.data_ptr()
         rows = np.where(_IS_NUMBER, layout.rows, np.where(layout.rows == NOWHERE, 0, layout.rows + start))
@@ -197,12 +219,48 @@ class DeltaTables:
         rows[:, BIAS] = np.where(own, self._biases[:, slot.index], 0)
         rows[:, BASE_BIAS] = self._base_biases
         self.rows[:, slot.index] = torch.from_numpy(rows).to(self.rows.device)
+        self.num_added[1 + slot.index] = num_added
         if self.vectors:
             torch._foreach_copy_(
                 [vector.table[1 + slot.index] for vector in self.vectors],
                 [vectors.get(number, vector.table[0]) for number, vector in enumerate(self.vectors)],
             )
         return ResidentDelta(digest, slot, slot.generation, frozenset(vectors), num_added)
+
+
+def layout_of(
+    parts: Sequence[Part],
+    vectors: Sequence[str],
+    entries: Mapping[str, TensorEntry],
+    manifest: Manifest,
+    digest: str,
+) -> DeltaLayout:
+    """Find where an artifact's tensors lie.
+
+    Args:
+        parts: those of the tables.
+        vectors: the names of the tables' vectors.
+        entries: the positions of the stored tensors.
+        manifest: the artifact's.
+        digest: names the artifact.
+    """
+    specs = manifest.tensors
+    rows = np.full((len(parts), FIELDS), NOWHERE, dtype=np.int64)
+    rows[:, NUMBERS] = 0
+    num_added = 0
+    for row, part in zip(rows, parts, strict=True):
+        source = part.source(manifest)
+        # A rank may have none of a tensor's rows.
+        if (spec := specs.get(source)) is not None and (part.num_rows or part.is_beyond):
+            _fill(row, part, source, spec, entries)
+        if part.is_beyond and part.embedding is not None:
+            num_added = int(row[WHOLE_ROWS])
+    found = {
+        number: entries[name]
+        for number, name in enumerate(vectors)
+        if name in specs and specs[name].codec == "whole"
+    }
+    return DeltaLayout(digest, rows, found, num_added)
 
 
 def view(entry: TensorEntry, memory: Tensor) -> Tensor:

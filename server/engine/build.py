@@ -29,6 +29,7 @@ from server.engine.engine import Engine
 from server.engine.kv_cache_manager import KVCacheManager
 from server.engine.model_runner import ModelRunner
 from server.engine.scheduler import Scheduler
+from server.engine.slot_policy import SchedulerConstants
 from server.metrics.metrics import EngineMetrics, ResidencyMetrics, Telemetry
 from server.model.loader import ServedModel, load_model
 from server.protocol.messages import EngineFacts
@@ -108,19 +109,25 @@ def check_base(
 
     Args:
         settings: the memory that was asked for.
-        device: the device that holds the base.
+        device: the device that holds the base, or each rank's part of it.
         dtype: dtype of the base's weights.
         base_bytes: size of the base's weights in `dtype`.
         slot_bytes: size of one slot.
 
     Raises:
-        NotServable: it does not fit. The message tells how much is missing and which settings to lower.
+        NotServable: it does not fit, or there are fewer devices than ranks. The message tells how much is missing and
+            which settings to lower.
     """
+    num_ranks = settings.tensor_parallel_size
+    if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < num_ranks:
+        raise NotServable(
+            f"--tensor-parallel-size is {num_ranks} and there are {num_devices} CUDA devices: lower it to {num_devices}"
+        )
     num_slots = settings.max_gpu_deltas or MIN_SLOTS
     kv_cache = settings.kv_cache_bytes or 0
     host_cache = settings.max_host_cache_bytes or 0 if device.type == "cpu" else 0
     needed = base_bytes + num_slots * slot_bytes + kv_cache + host_cache
-    usable = _usable_bytes(device)
+    usable = _usable_bytes(device, num_ranks)
     if needed <= usable:
         return
     asked = (
@@ -140,9 +147,14 @@ def check_base(
     )
 
 
-def free_memory(device: torch.device, host_cache_bytes: int, base_bytes: int = 0) -> FreeMemory:
-    """Return the device's memory that is free now, less `base_bytes`; on the CPU, also less `host_cache_bytes`."""
-    usable = _usable_bytes(device) - base_bytes
+def free_memory(
+    device: torch.device, host_cache_bytes: int, base_bytes: int = 0, num_ranks: int = 1
+) -> FreeMemory:
+    """Return the memory of all ranks' devices that is free now, less `base_bytes`.
+
+    On the CPU, ranks share the host's memory, and it is less `host_cache_bytes`, too.
+    """
+    usable = _usable_bytes(device, num_ranks) - base_bytes
     if device.type == "cpu":
         usable -= host_cache_bytes
         default = int((available_bytes() - base_bytes) * CPU_SHARE) - host_cache_bytes
@@ -171,9 +183,10 @@ def _unasked_bytes(settings: Settings, free: FreeMemory, slot_bytes: int, page_b
     return max(0, min(left, max(free.default - asked, left // 2, minimum)))
 
 
-def _usable_bytes(device: torch.device) -> int:
+def _usable_bytes(device: torch.device, num_ranks: int) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+        # Each rank's device is taken to be like this one.
+        return int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE) * num_ranks
     return available_bytes() - RESERVE_BYTES
 
 
@@ -227,12 +240,13 @@ def build_engine(
     loader = Loader(device, settings.load_threads)
     fetcher = Fetcher(loader, host_cache, registry, model.context.tables)
     residency = Residency(slots, fetcher, residency_metrics, on_load_ended=socket.wake)
-    scheduler = Scheduler(kv_cache, residency, settings.max_num_seqs, max_batch_tokens(settings, device))
-    max_open = settings.max_num_seqs + settings.max_queue
-    max_model_len = _max_model_len(settings, model, kv_cache)
-    limits = RequestLimits(max_open, max_model_len, settings.load_timeout, MASK_S)
+    constants = SchedulerConstants(context_tokens=model.context_tokens)
+    scheduler = Scheduler(
+        kv_cache, residency, settings.max_num_seqs, max_batch_tokens(settings, device), constants
+    )
+    limits = request_limits(settings, _max_model_len(settings, model, kv_cache))
     core = EngineCore(ModelRunner(model), scheduler, residency, Telemetry(metrics), limits)
-    facts = EngineFacts(model.base, limits.max_model_len, slot_bytes, len(slots))
+    facts = EngineFacts(model.base, limits.max_model_len, slot_bytes, len(slots), kv_cache.page_tokens)
     return Engine(core, residency, socket, facts, metrics)
 
 
@@ -334,6 +348,12 @@ def host_cache_of(
 def max_batch_tokens(settings: Settings, device: torch.device) -> int:
     """Return the setting, or the device's default, at least twice `max_num_seqs`."""
     return settings.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * settings.max_num_seqs)
+
+
+def request_limits(settings: Settings, max_model_len: int) -> RequestLimits:
+    """Return the bounds on requests; without keys there is one tenant, which may have all places."""
+    max_open, has_shares = settings.max_num_seqs + settings.max_queue, settings.auth == "keys"
+    return RequestLimits(max_open, has_shares, max_model_len, settings.load_timeout, MASK_S)
 
 
 def device_of(name: str) -> torch.device:

@@ -1,4 +1,4 @@
-"""The engine's clients: the ZeroMQ socket that they share, their open requests and the events to send. No torch.
+"""The engine's clients: the ZeroMQ socket that they share, their messages in turn, their requests and events. No torch.
 
 Engine thread only. The engine cancels the requests of a client that is gone. Events for a client that does not read are
 kept; the number of its open requests bounds them, and the supervisor kills a process that does not recover.
@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 import zmq
 
 from deltastore.errors import PeraxisError
+from server.engine.sequence import LeastServed
 from server.errors import EngineFailed
+from server.fairness import FairBudget
 from server.protocol.messages import (
     MAX_MESSAGE_BYTES,
     Beat,
@@ -27,6 +29,7 @@ from server.protocol.messages import (
     EngineMessage,
     ErrorEvent,
     Event,
+    Header,
     MetricsAnswer,
     Outputs,
     PromptEvent,
@@ -71,19 +74,22 @@ class EngineSocket:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
 
-    def receive(self, wait_s: float) -> list[tuple[bytes, bytes]]:
-        """Return what has arrived, each with its client's identity; wait up to `wait_s` for the first or for `wake`."""
+    def receive(self, wait_s: float) -> list[tuple[bytes, bytes, bytes]]:
+        """Return what has arrived: the client's identity, a message's header and the message.
+
+        Wait up to `wait_s` for the first or for `wake`.
+        """
         ready = dict(self._poller.poll(int(wait_s * 1000)))
         if self._wakeup in ready:
             os.eventfd_read(self._wakeup)
-        received: list[tuple[bytes, bytes]] = []
+        received: list[tuple[bytes, bytes, bytes]] = []
         while self._socket in ready:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            if len(frames) == 2:
-                received.append((frames[0], frames[1]))
+            if len(frames) == 3:
+                received.append((frames[0], frames[1], frames[2]))
         return received
 
     def send(self, identity: bytes, raw: bytes) -> bool:
@@ -109,6 +115,83 @@ class EngineSocket:
         """Close after the last messages have left, or `LINGER_MS`."""
         self._socket.close(LINGER_MS)
         os.close(self._wakeup)
+
+
+# Read between two steps: some forty prompts of 8,000 tokens, or the masks of 128 sequences and 256k tokens.
+TURN_BYTES = 4 << 20
+# Counted for each request beside its bytes: about what admitting it takes.
+REQUEST_BYTES = 64 << 10
+# Of requests that are not read yet. A tenant's may have as many as it leaves free.
+MAX_UNREAD_BYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class _Unread:
+    """A message that has come."""
+
+    identity: bytes  # of its client
+    raw: bytes
+    cost: int
+    num_held: int  # bytes of the budget
+
+
+@dataclass(slots=True, eq=False)
+class _TenantMessages:
+    """The messages of one tenant, in the order in which each client sent its own."""
+
+    tenant: str
+    counter: float = 0.0  # bytes read
+    messages: deque[_Unread] = field(default_factory=deque)
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.messages)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.messages
+
+
+class Inbox:
+    """Messages that have come and are not read yet: a tenant's in their order, and of tenants the least read first.
+
+    So prompts of one tenant, however many have come, delay each step by a bounded time and another tenant's by less.
+    """
+
+    def __init__(self) -> None:
+        self._queues: LeastServed[str, _TenantMessages] = LeastServed(_TenantMessages)
+        self._budget = FairBudget(MAX_UNREAD_BYTES, "bytes of requests")
+        self._num_unread = 0
+
+    def __len__(self) -> int:
+        return self._num_unread
+
+    def put(self, identity: bytes, header: Header, raw: bytes) -> None:
+        """Keep a message until its turn.
+
+        Raises:
+            QueueFull: it brings a request, and its tenant has too many bytes of them unread.
+        """
+        is_new = header.refusable is not None
+        num_held = len(raw) if is_new else 0
+        self._budget.take(header.tenant, num_held)
+        queue = self._queues.get(header.tenant)
+        cost = len(raw) + (REQUEST_BYTES if is_new else 0)
+        queue.messages.append(_Unread(identity, raw, cost, num_held))
+        self._num_unread += 1
+        if len(queue.messages) == 1:
+            self._queues.activate(queue)
+
+    def take(self, max_cost: float = TURN_BYTES) -> Iterator[tuple[str, bytes, bytes]]:
+        """Yield messages behind their tenant and their client's identity until they have cost so much; at least one."""
+        cost = 0
+        while cost < max_cost and (queue := self._queues.first()) is not None:
+            unread = queue.messages.popleft()
+            queue.counter += unread.cost
+            cost += unread.cost
+            self._num_unread -= 1
+            self._budget.give_back(queue.tenant, unread.num_held)
+            yield queue.tenant, unread.identity, unread.raw
 
 
 log = logging.getLogger(__name__)
@@ -244,6 +327,6 @@ def refuse_clients(
     """
     clients, end = Clients(socket), time.monotonic() + wait_s
     while not stopping.is_set() and time.monotonic() < end:
-        for identity, _ in socket.receive(LOOK_S):
+        for identity, *_ in socket.receive(LOOK_S):
             clients.send(identity, Refused(error))
             end = time.monotonic()

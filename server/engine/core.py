@@ -6,6 +6,7 @@ Called by the engine thread alone; nothing here blocks.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,10 +31,11 @@ from server.engine.request_state import (
     mask_timeout,
     masked,
 )
-from server.engine.sampler import LastLogits, SampledToken, score
+from server.engine.sampler import SampledToken, Sampler, sample, score
 from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
-from server.errors import EngineFailed, InvalidRequest, QueueFull
+from server.errors import ContextTooLong, EngineFailed, InvalidRequest, QueueFull
+from server.fairness import FairBudget
 from server.metrics.metrics import Telemetry
 from server.protocol.messages import (
     DoneEvent,
@@ -53,12 +55,13 @@ log = logging.getLogger(__name__)
 class OpenRequests:
     """The admitted requests by their ids.
 
-    A request that ends gives back its sequences' pages, its reference on the delta and its logits, then sends its last
-    event.
+    A request that ends gives back its place, its sequences' pages, its reference on the delta and its logits, then
+    sends its last event.
     """
 
     def __init__(
         self,
+        limits: RequestLimits,
         scheduler: Scheduler,
         residency: Residency,
         telemetry: Telemetry,
@@ -71,8 +74,9 @@ class OpenRequests:
         self._waiting = waiting
         self._held = held
         self._states: dict[str, RequestState] = {}
-        # By tenant, then request id; the newest request is the last.
-        self._by_tenant: dict[str, dict[str, RequestState]] = {}
+        self._limits = limits
+        # One more than there are, which stays free: the last place is granted, too, to a tenant without a request.
+        self._places = FairBudget(limits.max_open + 1, "open requests")
         self.num_finished = 0
 
     def __len__(self) -> int:
@@ -107,7 +111,7 @@ class OpenRequests:
         """Take a request, which `start` starts."""
         request = state.request
         self._states[request.id] = state
-        self._by_tenant.setdefault(request.tenant, {})[request.id] = state
+        self._places.retake(request.tenant, 1)
         self._waiting.add(state)
         self._telemetry.waits(request)
         if state.progress is None:
@@ -117,6 +121,7 @@ class OpenRequests:
 
     def start(self, state: RequestState) -> None:
         """Start a request's first sequence, or let one that has paused go on; `start_next` starts the others."""
+        state.is_out = False
         state.asked_at = time.monotonic()
         with self.failing_alone(state):
             if state.outputs:
@@ -130,6 +135,9 @@ class OpenRequests:
 
     def pause(self, state: RequestState) -> None:
         """Let a request wait outside all queues until `start`. It keeps its tokens and loses its pages."""
+        state.is_out = True
+        # Its delta is not wanted meanwhile.
+        state.asked_at = math.inf
         for output in state.outputs.values():
             self._scheduler.remove(output.sequence)
             self.preempted(output)
@@ -139,25 +147,21 @@ class OpenRequests:
         output.clear_prompt_logprobs()
         self._held.drop(output)
 
-    def make_room(self, tenant: str) -> None:
-        """End a request without a token for a new one of a tenant that has fewer.
+    def check_room(self, tenant: str) -> None:
+        """Check that one more request of a tenant may be open.
 
-        It is the newest of the tenant with the most requests. The new one counts for its own tenant, so that two
-        tenants never end each other's requests in turn.
+        A tenant's part does not depend on how far its requests have come, because a client decides that: with a version
+        for each request, all of them begin at once.
 
         Raises:
-            QueueFull: there is none.
+            QueueFull: all places are taken, or the tenant has as many as it leaves free.
         """
-        num_own = len(self._by_tenant.get(tenant, ())) + 1
-        larger = [states for states in self._by_tenant.values() if len(states) > num_own]
-        for states in sorted(larger, key=len, reverse=True):
-            for state in reversed(states.values()):
-                if state.first_token_at is None:
-                    error = overloaded()
-                    self._telemetry.rejected(state.request, error)
-                    self._discard(state, error)
-                    return
-        raise overloaded()
+        if len(self) >= self._limits.max_open:
+            raise QueueFull("as many requests run or wait as the server takes: try again in a moment")
+        if self._limits.has_shares and not self._places.has(tenant, 1):
+            raise QueueFull(
+                "the tenant has as many requests that run or wait as it leaves free to others: try again in a moment"
+            )
 
     def start_next(self, state: RequestState, sequence: Sequence) -> None:
         """Schedule the request's next sequence, if `sequence` was started last and has a row of the batch or ended.
@@ -171,6 +175,8 @@ class OpenRequests:
     def admitted(self, sequence: Sequence) -> None:
         """Note that a sequence has got a row of the batch: the next one of its request may wait for another."""
         if (state := self._states.get(sequence.request_id)) is not None:
+            if state.started_at is None:
+                state.num_cached = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
             with self.failing_alone(state):
                 self.start_next(state, sequence)
 
@@ -244,8 +250,11 @@ class OpenRequests:
         if (reason := output.end) is not None:
             # Another engine died between its last token and the news of its end.
             self.finish_sequence(state, output, reason)
-        else:
-            self.finish_if_exhausted(state, output)
+            return
+        if state.is_out:
+            # The client has ended the sequence before it.
+            self._scheduler.remove(sequence)
+        self.finish_if_exhausted(state, output)
 
     def _finish_unstarted(self, state: RequestState, reason: FinishReason) -> None:
         while state.unstarted:
@@ -257,7 +266,7 @@ class OpenRequests:
         timings = state.timings(time.monotonic())
         self._telemetry.finished(state.request, reason, timings.total_s)
         self._release(state)
-        state.on_event(DoneEvent(timings))
+        state.on_event(DoneEvent(timings, state.num_cached))
 
     def _discard(self, state: RequestState, error: PeraxisError) -> None:
         """Send an error as the last event; nothing reuses the pages that the request has filled."""
@@ -273,20 +282,12 @@ class OpenRequests:
             self._scheduler.remove(output.sequence)
         state.outputs = {}
         del self._states[state.request.id]
-        own = self._by_tenant[state.request.tenant]
-        del own[state.request.id]
-        if not own:
-            del self._by_tenant[state.request.tenant]
+        self._places.give_back(state.request.tenant, 1)
         if state.request.version is not None:
             self._residency.forget(state.request.version)
         self._telemetry.ended(state.request, has_run=state.started_at is not None)
         if state.started_at is None:
             self._waiting.remove(state)
-
-
-def overloaded() -> QueueFull:
-    """Return the error of a request that is one too many."""
-    return QueueFull("as many requests run or wait as the server takes: try again in a moment")
 
 
 def step_failed(error: Exception) -> EngineFailed:
@@ -317,9 +318,11 @@ class EngineCore:
         self._telemetry = telemetry
         self._waiting = WaitingRequests(residency, limits.load_timeout_s)
         self._held = HeldLogits(limits.mask_timeout_s)
-        self._requests = OpenRequests(scheduler, residency, telemetry, self._waiting, self._held)
+        self._requests = OpenRequests(limits, scheduler, residency, telemetry, self._waiting, self._held)
         self._trial = Trial((), 0.0)
         self._page: StepPage | None = None
+        # Spent on sampling since the step began.
+        self._sampling_s = 0.0
 
     def supervise(self, page: StepPage, suspects: Iterable[Suspect]) -> None:
         """Note each step in a page, and first try the requests with which the engine before this one died."""
@@ -344,9 +347,9 @@ class EngineCore:
         """
         try:
             self._check(request, first_mask)
-            # Last, because it may end another request.
-            if progress is None and len(self._requests) >= self.limits.max_open:
-                self._requests.make_room(request.tenant)
+            # Another engine has admitted one with progress.
+            if progress is None:
+                self._requests.check_room(request.tenant)
         except PeraxisError as error:
             self._telemetry.rejected(request, error)
             on_event(ErrorEvent(error))
@@ -354,7 +357,7 @@ class EngineCore:
         lookup: Level = "device" if request.version is None else self._residency.level_of(request.version)
         state = RequestState(request, on_event, lookup, submitted_at, first_mask, progress)
         self._requests.add(state)
-        if not self._trial.hold(state):
+        if not self._trial.hold(state) and not state.is_paused:
             self._requests.start(state)
 
     def cancel(self, request_id: str) -> None:
@@ -367,6 +370,23 @@ class EngineCore:
         if (state := self._requests.find(request_id)) is not None:
             with self._requests.failing_alone(state):
                 self._requests.stop_sequence(state, index)
+
+    def set_paused(self, request_id: str, is_paused: bool) -> None:
+        """Let a request whose events are not read wait outside all queues, or go on; unknown ids are ignored."""
+        state = self._requests.find(request_id)
+        if state is None or state.is_paused == is_paused:
+            return
+        state.is_paused = is_paused
+        if self._trial.suspects:
+            # They run or wait by their trial alone, until it is over.
+            return
+        if is_paused:
+            self._requests.pause(state)
+            for output in state.outputs.values():
+                # Its client has the prompt computed again.
+                output.sequence.num_charged_tokens = 0
+        else:
+            self._requests.start(state)
 
     def set_mask(self, mask: Mask) -> None:
         """Take a mask for a constrained sequence; unknown ids are ignored."""
@@ -481,7 +501,7 @@ class EngineCore:
 
     def _execute(self, plan: StepPlan) -> None:
         """Compute the planned tokens and send what comes of them."""
-        began = time.monotonic()
+        began, self._sampling_s = time.monotonic(), 0.0
         batch = self._batch(plan)
         for item in batch:
             state = self._requests[item.sequence.request_id]
@@ -491,10 +511,22 @@ class EngineCore:
                 self._telemetry.runs(state.request)
         for computed, logits in self._forward(batch) if batch else ():
             self._advance(computed, logits)
-        self._scheduler.charge(plan, time.monotonic())
         num_requests = len({item.sequence.request_id for item in batch})
         num_variants = len({item.sequence.version for item in batch if item.delta is not None})
-        self._telemetry.step(time.monotonic() - began, num_requests, num_variants)
+        self._charge(plan, began, num_requests, num_variants)
+
+    def _charge(self, plan: StepPlan, began: float, num_requests: int, num_variants: int) -> None:
+        """Charge tenants for a step that is over, but for its sampling, and record it."""
+        now = time.monotonic()
+        seconds = self._scheduler.charge(plan, now, now - began - self._sampling_s)
+        for tenant, own in seconds.items():
+            self._telemetry.seconds(tenant, "step", own)
+        self._telemetry.step(now - began, num_requests, num_variants)
+
+    def charge_reading(self, tenant: str, seconds: float) -> None:
+        """Charge a tenant for reading one of its messages and doing what it asks."""
+        self._scheduler.charge_tenant(tenant, seconds)
+        self._telemetry.seconds(tenant, "step", seconds)
 
     def _batch(self, plan: StepPlan) -> Batch:
         """Return the planned sequences with their deltas; those of one delta stand together, the base's first."""
@@ -590,32 +622,43 @@ class EngineCore:
         Raises:
             Exception: the model's own, if the device does not work any more.
         """
-        if not ready:
+        # A request may have failed just now with another of its sequences.
+        found = (self._requests.find_output(one.request_id, one.index) for one, _ in ready)
+        open_ = [(*each, *one) for each, one in zip(found, ready, strict=True) if each is not None]
+        if not open_:
             return
+        began = time.monotonic()
         try:
-            last = LastLogits(gather([item for _, item in ready]))
+            rows = [(output.sampler, state.request.num_embeddings) for state, output, _, _ in open_]
+            tokens = sample(gather([item for *_, item in open_]), rows)
         except Exception as error:
-            log.exception("no logits to sample %s from", [sequence.id for sequence, _ in ready])
+            log.exception("no tokens for %s", [sequence.id for _, _, sequence, _ in open_])
             if not self._runner.is_usable():
                 raise
-            if len(ready) > 1:
+            if len(open_) > 1:
                 for one in ready:
                     self._sample_each([one], gather)
-            elif (failed := self._requests.find(ready[0][0].request_id)) is not None:
-                self._requests.fail(failed, step_failed(error))
+            else:
+                self._requests.fail(open_[0][0], step_failed(error))
             return
-        for row, (sequence, _) in enumerate(ready):
-            # Its request may have failed just now with another of its sequences.
-            if (state := self._requests.find(sequence.request_id)) is not None:
+        self._charge_sampling([(output.sampler, sequence) for _, output, sequence, _ in open_], began)
+        for (state, output, sequence, _), token in zip(open_, tokens, strict=True):
+            if state.request.id in self._requests:
                 with self._requests.failing_alone(state):
-                    self._sample(state, sequence, last, row)
+                    if isinstance(token, EngineFailed):
+                        raise token
+                    self._kv_cache.cache_full_pages(sequence)
+                    self._send(state, sequence, output, token)
 
-    def _sample(self, state: RequestState, sequence: Sequence, last: LastLogits, row: int) -> None:
-        """Sample a sequence's next token and send it."""
-        output = state.outputs[sequence.index]
-        token = last.sample(row, state.request.num_embeddings, output.sampler)
-        self._kv_cache.cache_full_pages(sequence)
-        self._send(state, sequence, output, token)
+    def _charge_sampling(self, rows: list[tuple[Sampler, Sequence]], began: float) -> None:
+        """Divide the time of a call that has sampled among its sequences, by what each of them takes about."""
+        seconds = time.monotonic() - began
+        self._sampling_s += seconds
+        per_cost = seconds / sum(sampler.cost for sampler, _ in rows)
+        for sampler, sequence in rows:
+            own = sampler.cost * per_cost
+            sequence.queue.charge(own)
+            self._telemetry.seconds(sequence.tenant, "sample", own)
 
     def _send(
         self, state: RequestState, sequence: Sequence, output: SequenceOutput, token: SampledToken
@@ -640,13 +683,14 @@ class RequestLimits:
     """Bounds on requests."""
 
     max_open: int  # requests that run or wait
+    has_shares: bool  # a tenant may have as many of them open as it leaves free
     max_model_len: int  # tokens of prompt and output together
     load_timeout_s: float
     mask_timeout_s: float  # for which a constrained sequence waits for its mask
 
 
-def too_long(max_tokens: int) -> InvalidRequest:
+def too_long(max_tokens: int) -> ContextTooLong:
     """Return the error of a request with a sequence that the whole KV cache cannot hold."""
-    return InvalidRequest(
+    return ContextTooLong(
         f"the key-value cache holds {max_tokens} tokens, and more are needed: shorten the prompt"
     )

@@ -5,6 +5,7 @@ Clients reach it through `clients.py` alone, from other processes or from thread
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -16,7 +17,7 @@ from functools import partial
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Prefetch, Residency, Unload
-from server.engine.clients import Clients, EngineSocket
+from server.engine.clients import Clients, EngineSocket, Inbox
 from server.engine.core import EngineCore
 from server.errors import Draining, EngineFailed, QueueFull
 from server.metrics.metrics import EngineMetrics
@@ -36,6 +37,7 @@ from server.protocol.messages import (
     Mask,
     MetricsAnswer,
     MetricsQuery,
+    Pause,
     PinChanged,
     Refused,
     ResidencyAnswer,
@@ -47,6 +49,7 @@ from server.protocol.messages import (
     Submit,
     Welcome,
     decode_client_message,
+    decode_header,
 )
 from server.protocol.step_page import StepPage, Suspect
 
@@ -71,6 +74,7 @@ class Engine:
         self._core = core
         self._residency = residency
         self._socket = socket
+        self._inbox = Inbox()
         self._clients = Clients(socket)
         self._facts = facts
         self._metrics = metrics
@@ -97,7 +101,7 @@ class Engine:
         busy = False
         try:
             while not stopping.is_set():
-                self._receive(0.0 if busy else IDLE_S)
+                self._receive(0.0 if busy or self._inbox else IDLE_S)
                 if self._core.sample_masked():
                     self._clients.send_events()
                 busy = self._core.step()
@@ -112,23 +116,48 @@ class Engine:
             self._residency.close()
 
     def _receive(self, wait_s: float) -> None:
-        for identity, raw in self._socket.receive(wait_s):
+        """Take in what has come, and read as much of it as a step may be delayed by."""
+        self._take_in(wait_s)
+        for tenant, identity, raw in self._inbox.take():
+            began = time.monotonic()
             try:
                 self._handle(identity, decode_client_message(raw))
             except PeraxisError as error:
                 self._clients.send(identity, Refused(error))
+            if tenant:
+                self._core.charge_reading(tenant, time.monotonic() - began)
+
+    def _take_in(self, wait_s: float) -> None:
+        """Let what has come wait for its turn; refuse the requests of a tenant that has too much of it."""
+        for identity, head, raw in self._socket.receive(wait_s):
+            try:
+                header = decode_header(head)
+            except PeraxisError as error:
+                self._clients.send(identity, Refused(error))
+                continue
+            try:
+                self._inbox.put(identity, header, raw)
+            except QueueFull as error:
+                assert header.refusable is not None
+                self._metrics.rejected(header.tenant, error)
+                self._refuse(identity, header.refusable, error)
+
+    def _refuse(self, identity: bytes, request_id: str, error: PeraxisError) -> None:
+        """Answer a request that was not admitted."""
+        self._clients.open_request(identity, request_id)
+        self._clients.add_event(identity, request_id, ErrorEvent(error))
 
     def _fail_all(self, error: PeraxisError) -> None:
         """Answer all requests and calls with an error, those too that have come and will not be read any more."""
         self._core.fail_all(error)
-        for identity, raw in self._socket.receive(0.0):
+        self._take_in(0.0)
+        for _, identity, raw in self._inbox.take(math.inf):
             try:
                 message = decode_client_message(raw)
             except PeraxisError:
                 continue
             if isinstance(message, Submit):
-                self._clients.open_request(identity, message.request.id)
-                self._clients.add_event(identity, message.request.id, ErrorEvent(error))
+                self._refuse(identity, message.request.id, error)
             elif isinstance(message, LoadCall):
                 self._clients.send(identity, CallDone(message.call_id, error))
 
@@ -158,6 +187,8 @@ class Engine:
                 core.cancel(request_id)
             case StopSequence(request_id, index):
                 core.stop_sequence(request_id, index)
+            case Pause(request_id, is_paused):
+                core.set_paused(request_id, is_paused)
             case Mask():
                 core.set_mask(message)
             case LoadCall():

@@ -1,23 +1,28 @@
 """Gives pages of the KV cache to sequences, and finds pages again that hold the prefix of a new sequence.
 
-Counts pages only; their tensors belong to `server/model/attention.py`. The key of a page includes the delta and the
-tenant, so no variant is given another variant's keys and values, and no tenant can find out what another one asked.
+Counts pages only; their tensors belong to `server/model/attention.py`. A page is looked for among those of the same
+delta and tenant, so no variant is given another variant's keys and values, and no tenant can find out what another one
+asked. There the hash of its tokens and all before them names it, which the HTTP process has computed for a prompt.
 """
 
 from __future__ import annotations
 
-import array
-import hashlib
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from server.engine.sequence import PageTable, Sequence
+from server.fairness import Holdings
+from server.protocol.request import HASH_BYTES, PageHashes, page_hash, token_ids_of
 
 # Always zeros; fills up page tables of different lengths.
 PADDING_PAGE = 0
 
 
 class KVCacheManager:
-    """Reference-counted pages of `page_tokens` tokens, and the prefix cache over those that no sequence uses."""
+    """Reference-counted pages of `page_tokens` tokens, and the prefix cache over those that no sequence uses.
+
+    A page that is needed is taken from the tenant with the most cached pages without users: its least recently used.
+    """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
         """Manage pages 1 to `num_pages` - 1; page `PADDING_PAGE` is never given away.
@@ -31,10 +36,13 @@ class KVCacheManager:
         self.num_pages = num_pages - 1
         self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
         self._num_users = [0] * num_pages
-        self._page_of_key: dict[bytes, int] = {}
-        self._key_of_page: dict[int, bytes] = {}
-        # Cached pages without users, least recently used first.
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        # Cached pages by digest and tenant, then by hash; and all three of each page.
+        self._cached: dict[tuple[str | None, str], dict[bytes, int]] = {}
+        self._names: dict[int, tuple[tuple[str | None, str], bytes]] = {}
+        # Cached pages without users, by tenant, least recently used first; their number, and that of each tenant.
+        self._idle: dict[str, OrderedDict[int, None]] = {}
+        self._num_idle = 0
+        self._holdings = Holdings()
         self._pages_to_zero: list[int] = []
         # Tokens looked up in the prefix cache, and tokens found there.
         self._num_queried = self._num_hit = 0
@@ -47,7 +55,7 @@ class KVCacheManager:
     @property
     def num_available(self) -> int:
         """Number of pages that can be allocated now."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + self._num_idle
 
     @property
     def usage(self) -> float:
@@ -67,16 +75,21 @@ class KVCacheManager:
         if not sequence.reuses_prefix:
             return
         table.is_counted = False
-        for index in range((sequence.num_tokens - 1) // self.page_tokens):
-            key = self._next_key(sequence, index)
-            page = self._page_of_key.get(key)
+        cached = self._cached.get((sequence.digest, sequence.tenant))
+        if cached is None:
+            return
+        idle = self._idle.get(sequence.tenant, OrderedDict())
+        num_idle = len(idle)
+        for name in self._hashes(sequence, 0, (sequence.num_tokens - 1) // self.page_tokens):
+            page = cached.get(name)
             if page is None:
                 break
             if not self._num_users[page]:
-                del self._idle[page]
+                del idle[page]
             self._num_users[page] += 1
             table.pages.append(page)
-            table.keys.append(key)
+        table.num_hashed = len(table.pages)
+        self._count_idle(sequence.tenant, idle, len(idle) - num_idle)
         sequence.num_computed_tokens = len(table.pages) * self.page_tokens
 
     def allocate(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -86,8 +99,10 @@ class KVCacheManager:
         num_missing = num_needed - len(table.pages)
         if num_missing > self.num_available:
             return False
+        while len(self._free) < num_missing:
+            self._evict(sequence.tenant, num_missing - len(self._free))
         for _ in range(num_missing):
-            page = self._free.pop() if self._free else self._evict_oldest()
+            page = self._free.pop()
             self._num_users[page] = 1
             self._pages_to_zero.append(page)
             table.pages.append(page)
@@ -101,31 +116,38 @@ class KVCacheManager:
     def cache_full_pages(self, sequence: Sequence) -> None:
         """Add the pages that have become full to the prefix cache of the sequence's delta and tenant."""
         table = sequence.page_table
-        for index in range(len(table.keys), sequence.num_computed_tokens // self.page_tokens):
-            key, page = self._next_key(sequence, index), table.pages[index]
-            table.keys.append(key)
-            if key not in self._page_of_key:
-                self._page_of_key[key] = page
-                self._key_of_page[page] = key
+        first, end = table.num_hashed, sequence.num_computed_tokens // self.page_tokens
+        if first == end:
+            return
+        table.num_hashed = end
+        owner = sequence.digest, sequence.tenant
+        cached = self._cached.setdefault(owner, {})
+        for page, name in zip(table.pages[first:end], self._hashes(sequence, first, end), strict=True):
+            if name not in cached:
+                cached[name] = page
+                self._names[page] = owner, name
 
     def discard(self, sequence: Sequence) -> None:
         """Release a failed sequence's pages and uncache them: their keys and values may be wrong."""
         for page in sequence.page_table.pages:
-            if page in self._key_of_page:
-                del self._page_of_key[self._key_of_page.pop(page)]
+            if page in self._names:
+                self._uncache(page)
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's pages. Those in the prefix cache stay there until they are allocated again."""
+        idle = self._idle.get(sequence.tenant) or OrderedDict()
+        num_idle = len(idle)
         # In reverse, so that the end of a prefix is evicted before its beginning.
         for page in reversed(sequence.page_table.pages):
             self._num_users[page] -= 1
             if self._num_users[page]:
                 continue
-            if page in self._key_of_page:
-                self._idle[page] = None
+            if page in self._names:
+                idle[page] = None
             else:
                 self._free.append(page)
+        self._count_idle(sequence.tenant, idle, len(idle) - num_idle)
         sequence.page_table = PageTable()
         sequence.num_computed_tokens = 0
 
@@ -140,24 +162,57 @@ class KVCacheManager:
         self._num_queried = self._num_hit = 0
         return counts
 
-    def _evict_oldest(self) -> int:
-        """Remove the least recently used page from the prefix cache and return it."""
-        page, _ = self._idle.popitem(last=False)
-        del self._page_of_key[self._key_of_page.pop(page)]
-        return page
+    def _evict(self, tenant: str, max_pages: int) -> None:
+        """Free the least recently used cached pages of the tenant with the most, while it has the most.
 
-    def _next_key(self, sequence: Sequence, index: int) -> bytes:
-        """Return the key of page `index`: a hash of its tokens and all before them, of the delta and of the tenant."""
-        keys = sequence.page_table.keys
-        parent = keys[index - 1] if index else _root_key(sequence.digest, sequence.tenant)
-        tokens = sequence.token_ids(index * self.page_tokens, (index + 1) * self.page_tokens)
-        return hashlib.sha256(parent + array.array("q", tokens).tobytes()).digest()
+        Args:
+            tenant: needs them, and loses its own if no other has more.
+        """
+        largest, lead = self._holdings.largest()
+        if len(self._idle.get(tenant, ())) < len(self._idle[largest]):
+            tenant = largest
+        idle = self._idle[tenant]
+        num_pages = min(lead, max_pages)
+        for _ in range(num_pages):
+            page, _ = idle.popitem(last=False)
+            self._uncache(page)
+            self._free.append(page)
+        self._count_idle(tenant, idle, -num_pages)
 
+    def _uncache(self, page: int) -> None:
+        owner, name = self._names.pop(page)
+        cached = self._cached[owner]
+        del cached[name]
+        if not cached:
+            del self._cached[owner]
 
-def _root_key(digest: str | None, tenant: str) -> bytes:
-    """Return the key before the first page. Each field has its tag and length before it, so no two pairs are alike."""
-    key = hashlib.sha256()
-    for tag, value in ((b"delta", digest), (b"tenant", tenant)):
-        data = b"" if value is None else value.encode()
-        key.update(tag + bytes([value is not None]) + len(data).to_bytes(8, "little") + data)
-    return key.digest()
+    def _count_idle(self, tenant: str, idle: OrderedDict[int, None], more: int) -> None:
+        """Note that so many more of a tenant's cached pages have no users."""
+        if not more:
+            return
+        self._num_idle += more
+        self._holdings.hold(tenant, len(idle))
+        if idle:
+            self._idle[tenant] = idle
+        else:
+            del self._idle[tenant]
+
+    def _hashes(self, sequence: Sequence, start: int, end: int) -> Iterator[bytes]:
+        """Yield the hashes of pages `start` to `end` - 1; computes each once for a sequence, and none that was given.
+
+        Pages of generated tokens before `start` have been hashed.
+        """
+        given, own = sequence.page_hashes, sequence.own_hashes
+        if given is None or given.page_tokens != self.page_tokens:
+            given = sequence.page_hashes = PageHashes.of(sequence.prompt_ids, self.page_tokens)
+        chain = given.chain
+        for place in range(start * HASH_BYTES, end * HASH_BYTES, HASH_BYTES):
+            if place < len(chain):
+                yield chain[place : place + HASH_BYTES]
+                continue
+            in_own = place - len(chain)
+            if in_own == len(own):
+                first = place // HASH_BYTES * self.page_tokens
+                tokens = token_ids_of(sequence.token_ids(first, first + self.page_tokens))
+                own += page_hash(bytes(own[-HASH_BYTES:]) or chain[-HASH_BYTES:], tokens.tobytes())
+            yield bytes(own[in_own : in_own + HASH_BYTES])

@@ -47,7 +47,7 @@ class ModelRunner:
         attention = self._served.attention
         counts = [item.num_tokens for item in batch]
         num_logits = [item.sequence.num_logits(item.num_tokens) for item in batch]
-        chunks = [Chunk(s.num_computed_tokens, num_tokens, s.page_table.pages) for s, num_tokens, _ in batch]
+        chunks = [_chunk(item, attention.page_tokens) for item in batch]
         metadata = AttentionMetadata.of(chunks, attention.page_tokens, self.device)
         own_deltas = [item.delta for item in batch]
         token_ids: list[int] = []
@@ -67,6 +67,9 @@ class ModelRunner:
                 ),
             )
         logits: Tensor = output.logits[0].float()
+        if self.device.type == "cuda":
+            # Otherwise the time of the pass would count as that of sampling, which waits for it.
+            torch.cuda.synchronize(self.device)
         return logits
 
     def is_usable(self) -> bool:
@@ -75,6 +78,12 @@ class ModelRunner:
             return bool(torch.ones(1, device=self.device).sum() == 1)
         except RuntimeError:
             return False
+
+
+def _chunk(item: ScheduledSequence, page_tokens: int) -> Chunk:
+    """Return what a step computes of a sequence, without the pages of tokens that later steps compute."""
+    start, pages = item.sequence.num_computed_tokens, item.sequence.page_table.pages
+    return Chunk(start, item.num_tokens, pages[: -(-(start + item.num_tokens) // page_tokens)])
 
 
 def _logits_rows(counts: list[int], num_logits: list[int]) -> list[int]:

@@ -90,10 +90,13 @@ class RequestState:
     submitted_at: float  # when its client sent it
     first_mask: bytes | None = None  # of each of its sequences, if the request is constrained
     progress: Progress | None = None  # if an engine before this one had the request
+    is_paused: bool = False  # its events are not read
+    is_out: bool = False  # its sequences wait outside all queues
     asked_at: float = math.inf  # when its first sequence was scheduled, and its delta wanted
     loaded_at: float | None = None  # when a cold request's delta became resident
     started_at: float | None = None  # when its first step began
     first_token_at: float | None = None
+    num_cached: int = 0  # tokens of the prompt that the prefix cache had when it was first computed
     arrival: int | None = None  # of its first sequence; None before
     last_started: int = -1  # index of the sequence that was started last; -1 before the first
     outputs: dict[int, SequenceOutput] = field(default_factory=dict)  # of unfinished sequences, by index
@@ -108,6 +111,7 @@ class RequestState:
         else:
             self.unstarted = deque(i for i in indices if not self.progress.sequences[i].is_over)
             self.first_token_at = self.progress.first_token_at
+            self.is_paused = self.progress.is_paused
 
     @property
     def cold(self) -> bool:
@@ -292,7 +296,8 @@ class Trial:
     """Tries the requests with which the engine before this one died: few at a time, or alone, with nothing beside them.
 
     Until all of them have come as far as the step that failed would have brought them, every other request is held. So
-    an engine that dies again names few suspects, and requests that are not at fault do not fail with it.
+    an engine that dies again names few suspects, and requests that are not at fault do not fail with it. A suspect is
+    tried also while its events are not read, so that no client decides how long the others are held.
 
     Args:
         suspects: all that are to be tried.
@@ -336,7 +341,8 @@ class Trial:
             self._suspects.clear()
         if not self._suspects:
             held, self._held = self._held, {}
-            return [], list(held.values())
+            unread = [state for state in tried.values() if state.is_paused]
+            return unread, [state for state in held.values() if not state.is_paused]
         alone = [suspect for suspect in waiting if suspect.alone]
         chosen = [suspect.request.request_id for suspect in (alone[:1] or waiting[:MAX_TOGETHER])]
         self._tried = {id_: self._held.pop(id_) for id_ in chosen}

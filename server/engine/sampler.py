@@ -1,7 +1,7 @@
-"""From logits to tokens: a generation config's rules, transformers' warpers in their order, one seeded draw.
+"""From logits to tokens: a batch is drawn at once; rows with rules of a generation config are changed by these before.
 
 The rules are equal to transformers' logits processors, in transformers' order. Those read the whole sequence for each
-token; these keep what they need to know of it. Engine thread only.
+token; these keep what they need to know of it, and look for n-grams alone in all of its tokens. Engine thread only.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import math
 import secrets
 from array import array
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
 
+import numpy as np
 import torch
 from msgspec import Struct
 from torch import Tensor
@@ -32,7 +32,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from server import kernels
 from server.errors import EngineFailed
+from server.kernels import Draw
 from server.protocol.messages import ScoredToken
 from server.protocol.request import GenerationRules, SamplingParams
 
@@ -42,70 +44,24 @@ MAX_INDEXED = 32
 MAX_PENALTY = 1e20
 
 
-class NGrams:
-    """The tokens that have followed each `size - 1` tokens."""
-
-    def __init__(self, size: int) -> None:
-        self._num_before = size - 1
-        # Most n-grams are followed by one token, and an integer is small.
-        self._one: dict[tuple[int, ...], int] = {}
-        self._several: dict[tuple[int, ...], _Several] = {}
-
-    def add(self, before: tuple[int, ...], token_id: int) -> None:
-        """Take in that a token has followed some tokens, of which the last `size - 1` count, if they are as many."""
-        key = self._key(before)
-        if key is None or (first := self._one.setdefault(key, token_id)) == token_id:
-            return
-        several = self._several.setdefault(key, _Several(array("q", [first]), {first}))
-        if token_id not in several.members:
-            several.members.add(token_id)
-            several.token_ids.append(token_id)
-
-    def following(self, before: tuple[int, ...]) -> Tensor:
-        """Return the tokens ``[number]`` that have followed the same tokens as `before` ends with."""
-        key = self._key(before)
-        if key is None or key not in self._one:
-            return torch.empty(0, dtype=torch.long)
-        if key not in self._several:
-            return torch.tensor([self._one[key]])
-        # A copy: an array of which there is a view cannot grow.
-        return torch.frombuffer(bytearray(self._several[key].token_ids), dtype=torch.long)
-
-    def _key(self, before: tuple[int, ...]) -> tuple[int, ...] | None:
-        first = len(before) - self._num_before
-        return None if first < 0 else before[first:]
-
-
-class _Several(NamedTuple):
-    token_ids: array[int]
-    members: set[int]
-
-
-@dataclass(slots=True, eq=False)
 class PromptHistory:
     """Facts of a prompt for the rules: computed once for all sequences of its request, when one needs it."""
 
-    token_ids: tuple[int, ...]
-    _seen: Tensor | None = None
-    _ngrams: dict[int, NGrams] = field(default_factory=dict)
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = token_ids
+        self._seen: Tensor | None = None
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """The prompt's tokens ``[tokens]``, int32: the request's own memory."""
+        return np.asarray(self.token_ids, np.int32)
 
     def seen(self, num_embeddings: int) -> Tensor:
         """Return whether each token ``[num_embeddings]`` is in the prompt; do not change it."""
         if self._seen is None:
-            ids = torch.tensor(self.token_ids, dtype=torch.long)
-            self._seen = torch.zeros(num_embeddings, dtype=torch.bool).index_fill_(
-                0, ids[ids < num_embeddings], True
-            )
+            ids = torch.tensor(self.ids[self.ids < num_embeddings], dtype=torch.long)
+            self._seen = torch.zeros(num_embeddings, dtype=torch.bool).index_fill_(0, ids, True)
         return self._seen
-
-    def ngrams(self, size: int) -> NGrams:
-        """Return the prompt's n-grams of a size; do not change them."""
-        if size not in self._ngrams:
-            ngrams, num_before = NGrams(size), size - 1
-            for end in range(num_before, len(self.token_ids)):
-                ngrams.add(self.token_ids[end - num_before : end], self.token_ids[end])
-            self._ngrams[size] = ngrams
-        return self._ngrams[size]
 
 
 class LogitsRules:
@@ -128,7 +84,9 @@ class LogitsRules:
         )
         # The newest tokens: none of the rules looks further back.
         self._recent = deque(prompt.token_ids[-num_recent:] if num_recent else (), num_recent)
-        self._ngrams = NGrams(rules.no_repeat_ngram_size)
+        # The generated tokens behind as many of the prompt's as an n-gram can begin with.
+        num_before = max(0, rules.no_repeat_ngram_size - 1)
+        self._own = array("i", prompt.token_ids[len(prompt.token_ids) - num_before :] if num_before else ())
         self._seen: Tensor | None = None  # once the size of the vocabulary is known
         self._added: list[int] = []  # tokens that `_seen` lacks
         self._indexed: Indexed | None = None
@@ -162,7 +120,7 @@ class LogitsRules:
     def add(self, token_id: int) -> None:
         """Take in the token that was sampled."""
         if self._rules.no_repeat_ngram_size:
-            self._ngrams.add(tuple(self._recent), token_id)
+            self._own.append(token_id)
         self._recent.append(token_id)
         if self._params.repetition_penalty != 1:
             self._added.append(token_id)
@@ -181,13 +139,16 @@ class LogitsRules:
             _penalize(scores, self._seen, self._params.repetition_penalty)
 
     def _ban_ngrams(self, scores: Tensor, recent: tuple[int, ...]) -> None:
-        rules = self._rules
-        if rules.no_repeat_ngram_size:
-            for ngrams in (self._prompt.ngrams(rules.no_repeat_ngram_size), self._ngrams):
-                scores[ngrams.following(recent)] = -math.inf
-        if rules.encoder_no_repeat_ngram_size:
-            ngrams = self._prompt.ngrams(rules.encoder_no_repeat_ngram_size)
-            scores[ngrams.following(recent)] = -math.inf
+        size = self._rules.no_repeat_ngram_size
+        # No view of it may be left: an array of which there is one cannot grow.
+        own = np.asarray(self._own)
+        for ids, num_before in (
+            (self._prompt.ids, size - 1),
+            (own, size - 1),
+            (self._prompt.ids, self._rules.encoder_no_repeat_ngram_size - 1),
+        ):
+            if 0 <= num_before <= len(recent):
+                scores[_following(ids, recent[len(recent) - num_before :])] = -math.inf
 
     def _num_missing(self) -> int:
         """Return how many more tokens the sequence must have before it may end."""
@@ -231,15 +192,21 @@ class Biases:
     """
 
     def __init__(self, biases: Iterable[tuple[tuple[int, ...], float]], num_embeddings: int) -> None:
-        self._by_length: dict[int, dict[tuple[int, ...], tuple[Tensor, Tensor]]] = {}
+        # Of each number of tokens before: which part of the numbers is due behind which tokens.
+        self._by_length: dict[int, dict[tuple[int, ...], slice]] = {}
         found: dict[tuple[int, ...], dict[int, float]] = {}
         # As in transformers, of equal sequences the last one holds, and single tokens are added first.
         for ids, bias in sorted(dict(biases).items(), key=lambda item: len(item[0]) > 1):
             if ids[-1] < num_embeddings:
                 found.setdefault(ids[:-1], {})[ids[-1]] = bias
+        # In two tensors: one pair for each sequence of tokens would take ten times as long to make.
+        last, added = array("q"), array("f")
         for before, own in found.items():
-            pair = torch.tensor(list(own)), torch.tensor(list(own.values()), dtype=torch.float32)
-            self._by_length.setdefault(len(before), {})[before] = pair
+            self._by_length.setdefault(len(before), {})[before] = slice(len(last), len(last) + len(own))
+            last.extend(own)
+            added.extend(own.values())
+        self._last = torch.tensor(last, dtype=torch.long)
+        self._added = torch.tensor(added, dtype=torch.float32)
 
     def add_to(self, scores: Tensor, recent: tuple[int, ...]) -> None:
         """Add to scores ``[vocab]`` in place what is due behind the newest tokens."""
@@ -249,7 +216,7 @@ class Biases:
         total = torch.zeros_like(scores)
         for length, by_tokens in self._by_length.items():
             if length <= len(recent) and (due := by_tokens.get(recent[len(recent) - length :])) is not None:
-                total.index_add_(0, *due)
+                total.index_add_(0, self._last[due], self._added[due])
         scores += total
 
 
@@ -264,6 +231,23 @@ class Indexed:
     forced_eos: Tensor
     suppressed: Tensor
     begin_suppressed: Tensor
+
+
+def _following(ids: np.ndarray, before: tuple[int, ...]) -> Tensor:
+    """Return the tokens that follow tokens equal to `before` in a sequence ``[tokens]``, int64.
+
+    Reads the sequence once for each token of `before`, as far as anything equals it: less than attention to it does. A
+    table of its n-grams would take half a second to make for a prompt of 128k tokens, on the thread of all requests.
+    """
+    num_ends = len(ids) - len(before)
+    if num_ends <= 0:
+        return torch.empty(0, dtype=torch.long)
+    equal = np.ones(num_ends, bool)
+    for place, token_id in enumerate(before):
+        equal &= ids[place : place + num_ends] == token_id
+        if not equal.any():
+            break
+    return torch.from_numpy(ids[len(before) :][equal]).long()
 
 
 @lru_cache(MAX_INDEXED)
@@ -304,14 +288,56 @@ class SampledToken(Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability), likeliest first
 
 
-def draw_seed(seed: int, position: int) -> int:
-    """Return the 63-bit seed of the draw of one token of a sequence, of which `position` tokens were drawn before."""
+def draw_uniform(seed: int, position: int) -> float:
+    """Return the number, from 0 to below 1, that draws one token of a sequence, behind `position` drawn ones."""
     key = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
-    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1
+    return (int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 11) * 2.0**-53
+
+
+class TokenBiases:
+    """Numbers that are added to the logits of single tokens, before all else: a client's, and penalties.
+
+    A penalty is taken from the logits of tokens that were generated, as in OpenAI's API. A token costs the same
+    whatever the context.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._frequency, self._presence = params.frequency_penalty, params.presence_penalty
+        # A grammar ends where it ends.
+        self._ends, self._num_missing = (
+            params.stop_token_ids,
+            0 if params.is_constrained else params.min_tokens,
+        )
+        self._ids = array("i", [token_id for token_id, _ in params.logit_bias])
+        self._values = array("f", [bias for _, bias in params.logit_bias])
+        # Of each token that was generated: its place behind those of the client.
+        self._places: dict[int, int] = {}
+        self.are_none = not (self._ids or self._frequency or self._presence or self._num_missing)
+
+    def add(self, token_id: int) -> None:
+        """Take in a token that was generated."""
+        self._num_missing -= 1
+        if not self._frequency and not self._presence:
+            return
+        if (place := self._places.get(token_id)) is None:
+            place = self._places[token_id] = len(self._ids)
+            self._ids.append(token_id)
+            self._values.append(-self._presence)
+        self._values[place] -= self._frequency
+
+    def due(self, num_embeddings: int) -> tuple[array[int], array[float]]:
+        """Return token ids below `num_embeddings`, some of them twice, and what is added to their logits.
+
+        While tokens are missing, none that ends the sequence can be drawn.
+        """
+        if self._num_missing <= 0:
+            return self._ids, self._values
+        ends = array("i", [token_id for token_id in self._ends if token_id < num_embeddings])
+        return self._ids + ends, self._values + array("f", [-math.inf]) * len(ends)
 
 
 class Sampler:
-    """Samples the tokens of one sequence.
+    """Knows how the tokens of one sequence are drawn.
 
     A draw depends on the seed, the sequence and the token's position alone: neither on other requests, nor on whether
     another engine has sampled the tokens before it.
@@ -320,75 +346,121 @@ class Sampler:
     def __init__(self, params: SamplingParams, index: int, prompt: PromptHistory) -> None:
         self.num_logprobs = params.logprobs
         self.greedy = params.temperature < GREEDY_BELOW
-        has_rules = params.repetition_penalty != 1 or not params.rules.is_neutral
-        self.rules = LogitsRules(params, prompt) if has_rules else None
+        # What `draw` of kernels does not know, one row at a time.
+        self.rules = None if params.rules.is_neutral else LogitsRules(params, prompt)
         self.warpers = _warpers(params)
+        self._biases = TokenBiases(params)
         # What another sampler would not draw.
-        self.is_own = not params.rules.is_neutral or (params.seed is not None and not self.greedy)
-        # The argmax of the logits is the answer, and no log-probabilities are reported.
-        self.takes_argmax = self.greedy and not has_rules and self.num_logprobs is None
+        self.is_own = (
+            self.rules is not None
+            or (params.seed is not None and not self.greedy)
+            or not self._biases.are_none
+        )
+        self.cost = _cost(params, self.rules)
+        self._params, self._prompt = params, prompt
         self._seed = secrets.randbits(63) if params.seed is None else params.seed + index
         self._num_sampled = 0
-        self._generator = torch.Generator()
+        self._seen = array("i")  # tokens so far, each once; of a sequence with a penalty and no rules
+        self._is_seen: Tensor | None = None  # of each token; once the size of the vocabulary is known
+        self._added: list[int] = []  # tokens that both lack
 
     def add(self, token_id: int) -> None:
         """Take in the next token, sampled here or by an engine before this one."""
         self._num_sampled += 1
+        self._biases.add(token_id)
         if self.rules is not None:
             self.rules.add(token_id)
-
-    def sample(
-        self,
-        logits: Tensor,  # [vocab] float32 on the CPU; minus infinity for tokens that the variant lacks
-    ) -> SampledToken:
-        """Sample the next token. At least one logit must be finite and none NaN."""
-        token = self.draw(logits)
-        self.add(token)
-        if self.num_logprobs is None:
-            return SampledToken(token)
-        scored = score(logits[None], [token], self.num_logprobs)[0]
-        return SampledToken(token, scored.logprob, scored.top)
+        elif self._params.repetition_penalty != 1:
+            self._added.append(token_id)
 
     def draw(self, logits: Tensor) -> int:
         """Return the next token without taking it in: until then it is the same for the same logits ``[vocab]``."""
-        scores = self.scores(logits)
-        if self.greedy:
-            return int(scores.argmax())
-        generator = self._generator.manual_seed(draw_seed(self._seed, self._num_sampled))
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=generator))
+        return draw_all(logits[None], [(self, len(logits))])[0]
+
+    def plan(self, num_embeddings: int) -> Draw:
+        """Return how the next token is drawn from `num_embeddings` logits, or `scores` of a sequence with rules."""
+        uniform = draw_uniform(self._seed, self._num_sampled)
+        temperature = 0.0 if self.greedy else 1.0
+        if self.rules is not None:
+            return Draw(num_embeddings, uniform, temperature)
+        params = self._params
+        biased, biases = self._biases.due(num_embeddings)
+        if not self.greedy:
+            temperature = params.temperature
+        return Draw(
+            num_embeddings,
+            uniform,
+            temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            self._seen_ids(num_embeddings),
+            biased,
+            biases,
+        )
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return the logits ``[vocab]`` of the next token as the rules and the sampling parameters change them."""
+        biased, biases = self._biases.due(len(logits))
+        if biased:
+            ids = torch.tensor(biased, dtype=torch.long)
+            logits = logits.index_add(0, ids, torch.tensor(biases, dtype=torch.float32))
         ruled = logits if self.rules is None else self.rules.apply(logits)
         scores: Tensor = self.warpers(NO_TOKENS, ruled[None])[0]  # type: ignore[arg-type]
         return scores
 
+    def _seen_ids(self, num_embeddings: int) -> array[int]:
+        if self._params.repetition_penalty == 1:
+            return self._seen
+        if self._is_seen is None:
+            self._is_seen = self._prompt.seen(num_embeddings).clone()
+            self._seen.frombytes(self._is_seen.nonzero().int().numpy().tobytes())
+        for token_id in self._added:
+            if not self._is_seen[token_id]:
+                self._is_seen[token_id] = True
+                self._seen.append(token_id)
+        self._added.clear()
+        return self._seen
 
-class LastLogits:
-    """One row of logits per sequence whose last token this step computes.
 
-    Args:
-        logits: ``[sequences, vocab]`` float32, on any device.
+def sample(
+    logits: Tensor,  # [rows, vocab] float32, on any device
+    rows: Sequence[tuple[Sampler, int]],  # of each row: its sampler, and the size of its variant's vocabulary
+) -> list[SampledToken | EngineFailed]:
+    """Sample the next token of each sequence of a batch, and take it in. A row that cannot be sampled gets its error.
+
+    Logits beyond a variant's vocabulary belong to tokens of other variants in the batch and would change the draw.
     """
+    tokens = draw_all(logits, rows)
+    wanted = [row for row, token in enumerate(tokens) if rows[row][0].num_logprobs is not None and token >= 0]
+    scored = dict[int, ScoredToken]()
+    if wanted:
+        num_top = max(rows[row][0].num_logprobs or 0 for row in wanted)
+        own = logits if len(wanted) == len(rows) else logits[wanted]
+        scored = dict(zip(wanted, score(own, [tokens[row] for row in wanted], num_top), strict=True))
+    sampled: list[SampledToken | EngineFailed] = []
+    for row, (sampler, _) in enumerate(rows):
+        if tokens[row] < 0:
+            sampled.append(not_finite())
+            continue
+        sampler.add(tokens[row])
+        one = scored.get(row)
+        logprob, top = (None, ()) if one is None else (one.logprob, one.top[: sampler.num_logprobs])
+        sampled.append(SampledToken(tokens[row], logprob, top))
+    return sampled
 
-    def __init__(self, logits: Tensor) -> None:
-        self._logits = logits
-        self._usable = _usable(logits)
-        self._argmax = logits.argmax(-1).tolist()
 
-    def sample(self, row: int, num_embeddings: int, sampler: Sampler) -> SampledToken:
-        """Sample the next token of the sequence in `row` from its variant's `num_embeddings` logits.
-
-        Logits beyond those belong to tokens of other variants in the batch and would change the draw.
-
-        Raises:
-            EngineFailed: the row holds NaN or no finite number.
-        """
-        if not self._usable[row]:
-            raise not_finite()
-        if sampler.takes_argmax:
-            return SampledToken(self._argmax[row])
-        return sampler.sample(self._logits[row, :num_embeddings].cpu())
+def draw_all(logits: Tensor, rows: Sequence[tuple[Sampler, int]]) -> list[int]:
+    """Return the next token of each sequence without taking it in; -1 where NaN or no finite logit leaves none."""
+    plans = [sampler.plan(num_embeddings) for sampler, num_embeddings in rows]
+    ruled = [row for row, (sampler, _) in enumerate(rows) if sampler.rules is not None]
+    if ruled:
+        logits = logits.clone()
+    for row in ruled:
+        sampler, num_embeddings = rows[row]
+        logits[row, :num_embeddings] = sampler.scores(logits[row, :num_embeddings].cpu())
+    return kernels.draw(logits, plans)[0]
 
 
 def not_finite() -> EngineFailed:
@@ -396,35 +468,40 @@ def not_finite() -> EngineFailed:
     return EngineFailed("the model's logits are not finite: this variant or its base is damaged")
 
 
-def _usable(logits: Tensor) -> list[bool]:
-    """Return whether each row holds a finite number and no NaN."""
-    # A finite maximum proves both, because NaN is larger than any number to `amax`. One pass instead of four.
-    usable = logits.amax(-1).isfinite()
-    if not usable.all():
-        usable = ~logits.isnan().any(-1) & logits.isfinite().any(-1)
-    found: list[bool] = usable.tolist()
-    return found
-
-
 def score(
     logits: Tensor,  # [tokens, vocab] float32
-    token_ids: list[int],
+    token_ids: Sequence[int],
     num_top: int,
 ) -> list[ScoredToken]:
     """Return each token's log-probability under its row of logits, with the row's `num_top` likeliest tokens."""
-    # Only the results leave the device: those of a prompt are thousands of rows.
-    logprobs = logits.log_softmax(-1)
-    wanted = torch.tensor(token_ids, dtype=torch.long, device=logits.device)
-    own = logprobs.gather(1, wanted[:, None])[:, 0].tolist()
-    values, ids = (found.tolist() for found in logprobs.topk(min(num_top, logprobs.shape[1])))
     return [
-        ScoredToken(
-            token,
-            own[row],
-            tuple((i, v) for i, v in zip(ids[row], values[row], strict=True) if v > -torch.inf),
-        )
-        for row, token in enumerate(token_ids)
+        ScoredToken(token, own, tuple((i, v) for i, v in zip(ids, values, strict=True) if v > -torch.inf))
+        for token, own, ids, values in zip(token_ids, *kernels.score(logits, token_ids, num_top), strict=True)
     ]
+
+
+# What a token takes more than an argmax, in argmaxes (`python -m bench.sampling`, 128k tokens): in the kernels, with
+# rules of a generation config, and with warpers of transformers that sort.
+DRAWN, WITH_TOP_K, WITH_TOP_P, WITH_MIN_P, WITH_PENALTY, WITH_LOGPROBS = 1.2, 1.4, 6.0, 0.3, 1.6, 5.8
+RULED, SORTED = 20.0, 500.0
+
+
+def _cost(params: SamplingParams, rules: LogitsRules | None) -> float:
+    """Return about what a token takes to sample, in argmaxes."""
+    cost = 1.0 + (0.0 if params.logprobs is None else WITH_LOGPROBS)
+    is_drawn = params.temperature >= GREEDY_BELOW
+    own = params.rules
+    if rules is not None:
+        sorts = is_drawn and (
+            params.top_p < 1 or own.typical_p < 1 or own.eta_cutoff > 0 or own.top_h is not None
+        )
+        return cost + (SORTED if sorts else RULED)
+    if params.repetition_penalty != 1:
+        cost += WITH_PENALTY
+    if is_drawn:
+        cost += DRAWN + WITH_TOP_K * (params.top_k > 0) + WITH_TOP_P * (params.top_p < 1)
+        cost += WITH_MIN_P * (params.min_p > 0)
+    return cost
 
 
 def _warpers(params: SamplingParams) -> LogitsProcessorList:

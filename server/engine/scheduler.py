@@ -13,11 +13,49 @@ from dataclasses import dataclass, field
 
 from server.deltas.residency import Residency
 from server.engine.kv_cache_manager import KVCacheManager
-from server.engine.sequence import FairQueue, Sequence, VariantQueue
+from server.engine.sequence import FairQueue, Sequence
 from server.engine.slot_policy import SchedulerConstants, SlotPolicy
 
+# Tokens of prompts whose logits one step computes for their log-probabilities. As many rows as a full batch has by
+# default: with 128,256 tokens, 33 MB in float32, where a long prompt in one step would have gigabytes.
+MAX_SCORED_TOKENS = 64
 # Arrival numbers that each request reserves for its sequences.
 MAX_SEQUENCES = 1 << 20
+# Part of a step's tokens that one prompt may have whatever its context: with fewer, a long prompt would mostly read its
+# context.
+MIN_CHUNK = 1 / 8
+# Weight of the steps before, in the estimate of what a step takes, after each further one.
+DECAY = 0.98
+# A step counts as at most so many times the estimate, or as a second: no tenant pays for a machine that was paused.
+MAX_FACTOR, MIN_BOUND_S = 10.0, 1.0
+
+
+@dataclass(slots=True)
+class StepCost:
+    """The cost of a sequence in a step, in prompt tokens without context."""
+
+    total: float = 0.0  # its part of the step
+    charged: float = 0.0  # of it, charged by estimate while the step was planned
+    free: float = 0.0  # of it, computed a second time, or charged before the step
+
+
+class StepSeconds:
+    """Tells what a step will take by what the steps before took for each unit of cost."""
+
+    def __init__(self) -> None:
+        # Until the first step there is none: a guess below any machine's, because a charge is never taken back.
+        self._seconds, self._cost = 1e-6, 1.0
+
+    @property
+    def per_cost(self) -> float:
+        return self._seconds / self._cost
+
+    def took(self, seconds: float, cost: float) -> float:
+        """Take in a step; return the seconds that count."""
+        seconds = min(max(0.0, seconds), max(MIN_BOUND_S, MAX_FACTOR * cost * self.per_cost))
+        self._seconds = DECAY * self._seconds + seconds
+        self._cost = DECAY * self._cost + cost
+        return seconds
 
 
 @dataclass(slots=True)
@@ -26,10 +64,16 @@ class StepPlan:
 
     batch: dict[Sequence, int] = field(default_factory=dict)  # number of tokens to compute
     num_tokens: int = 0  # of the whole batch
+    num_prompt_tokens: int = 0
+    num_scored: int = 0  # of prompts whose log-probabilities were asked for
+    # What the step takes, and the part of it that prompts take, in tokens without context.
+    load: float = 0.0
+    prompt_load: float = 0.0
+    decoding: set[str] = field(default_factory=set)  # tenants of the sequences that decode
     preempted: list[Sequence] = field(default_factory=list)  # waiting again without pages, not in the batch
     # Removed: the KV cache cannot hold them even alone.
     too_long: list[Sequence] = field(default_factory=list)
-    costs: list[tuple[VariantQueue, float]] = field(default_factory=list)  # charged when the step is done
+    costs: dict[Sequence, StepCost] = field(default_factory=dict)
     admits: bool = True  # False once no further sequence may be admitted
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
@@ -39,6 +83,7 @@ class StepPlan:
 
     def preempt(self, sequence: Sequence) -> None:
         self.num_tokens -= self.batch.pop(sequence, 0)
+        self.costs.pop(sequence, None)
         self.preempted.append(sequence)
 
 
@@ -74,6 +119,7 @@ class Scheduler:
         # Arrival of the sequence that last found too few pages, and how many pages were available then.
         self._too_few_pages = -1, -1
         self._num_added = 0
+        self._step_seconds = StepSeconds()
         # The time of the last call that passed one.
         self._now = 0.0
 
@@ -133,15 +179,36 @@ class Scheduler:
         self._decode(plan)
         self._prefill(plan, on_admit)
         self._use_rest(plan)
-        plan.costs = self._costs(plan)
+        self._add_costs(plan)
         return plan
 
-    def charge(self, plan: StepPlan, now: float) -> None:
-        """Charge the variant queues for a computed step. Prompt tokens were charged when they were planned."""
+    def charge(self, plan: StepPlan, now: float, seconds: float) -> dict[str, float]:
+        """Divide what a step took among its sequences by their costs, and charge their variant queues.
+
+        Args:
+            plan: the step.
+            now: seconds on the clock of all other calls.
+            seconds: that the step took.
+
+        Returns:
+            The seconds of each tenant.
+        """
         self._now = now
         self._slot_policy.refill_recompute_budget(plan.num_tokens)
-        for queue, cost in plan.costs:
-            queue.charge(cost)
+        by_tenant: dict[str, float] = {}
+        total = sum(cost.total for cost in plan.costs.values())
+        if not total:
+            return by_tenant
+        estimate = self._step_seconds.per_cost
+        rate = self._step_seconds.took(seconds, total) / total
+        for sequence, cost in plan.costs.items():
+            sequence.queue.charge((cost.total - cost.free) * rate - cost.charged * estimate)
+            by_tenant[sequence.tenant] = by_tenant.get(sequence.tenant, 0.0) + cost.total * rate
+        return by_tenant
+
+    def charge_tenant(self, tenant: str, seconds: float) -> None:
+        """Charge a tenant for what the engine's thread did for it outside of a step."""
+        self._queue.charge(tenant, seconds)
 
     def _decode(self, plan: StepPlan) -> None:
         """Plan one token for each running sequence whose prompt is computed, in order of arrival."""
@@ -150,6 +217,12 @@ class Scheduler:
                 continue
             if self._allocate_next(sequence, plan):
                 plan.add(sequence, 1)
+                plan.load += self._load(sequence.num_computed_tokens)
+                plan.decoding.add(sequence.tenant)
+
+    def _load(self, num_context: int) -> float:
+        """Return what a token behind so many others takes, in tokens without context: attention reads all of them."""
+        return 1.0 + num_context / self._constants.context_tokens
 
     def _allocate_next(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Allocate the next token of a running sequence, by preempting others if pages are short.
@@ -178,44 +251,81 @@ class Scheduler:
                 self._plan_chunk(begun.popleft(), plan)
             elif first is None:
                 return
+            elif self._room(first, plan) <= 0:
+                plan.admits = False
             elif self._admit(first, plan):
                 self._plan_chunk(first, plan)
                 on_admit(first)
 
     def _plan_chunk(self, sequence: Sequence, plan: StepPlan) -> None:
         share = max(1, int(self._constants.prefill_share * self._max_batch_tokens))
-        num_left = self._max_batch_tokens - plan.num_tokens
-        self._plan_prompt(sequence, min(share, sequence.num_missing_tokens, num_left), plan)
+        num_tokens = min(share, sequence.num_missing_tokens, self._num_left(sequence, plan))
+        if num_tokens > 0:
+            self._plan_prompt(sequence, num_tokens, plan)
+
+    def _num_left(self, sequence: Sequence, plan: StepPlan) -> int:
+        """Return how many more tokens of a sequence's prompt the step may compute."""
+        room = self._room(sequence, plan)
+        return min(room, MAX_SCORED_TOKENS - plan.num_scored) if sequence.needs_prompt_logits else room
+
+    def _room(self, sequence: Sequence, plan: StepPlan) -> int:
+        """Return how many more tokens of a sequence's prompt the step has time for.
+
+        A step takes about as long as `max_batch_tokens` tokens without context, and prompts at most `prompt_share` of
+        that while other tenants decode, but for a few tokens with which the first prompt always advances.
+        """
+        left = self._max_batch_tokens - plan.load
+        if plan.decoding - {sequence.tenant}:
+            left = min(left, self._constants.prompt_share * self._max_batch_tokens - plan.prompt_load)
+        num_context = sequence.num_computed_tokens + plan.batch.get(sequence, 0)
+        least = max(1, int(MIN_CHUNK * self._max_batch_tokens)) - plan.num_prompt_tokens
+        timely = max(least, int(left / self._load(num_context)))
+        return min(self._max_batch_tokens - plan.num_tokens, timely)
 
     def _use_rest(self, plan: StepPlan) -> None:
         """Give the tokens that are left to prompts that could use more than their share."""
         for sequence, num_tokens in list(plan.batch.items()):
-            num_left = self._max_batch_tokens - plan.num_tokens
-            more = min(sequence.num_missing_tokens - num_tokens, num_left)
+            more = min(sequence.num_missing_tokens - num_tokens, self._num_left(sequence, plan))
             if more > 0:
                 self._plan_prompt(sequence, more, plan)
 
     def _plan_prompt(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:
-        """Add prompt tokens to the batch and charge them now, so that the tenant's next prompt is not first again."""
+        """Add prompt tokens to the batch; charge an estimate, so that the tenant's next prompt is not first again."""
+        begin = sequence.num_computed_tokens + plan.batch.get(sequence, 0)
+        end = begin + num_tokens
+        load = num_tokens * self._load((begin + end) // 2)
         plan.add(sequence, num_tokens)
-        end = sequence.num_computed_tokens + plan.batch[sequence]
+        plan.num_prompt_tokens += num_tokens
+        plan.num_scored += num_tokens if sequence.needs_prompt_logits else 0
+        plan.load += load
+        plan.prompt_load += load
+        cost = plan.costs.setdefault(sequence, StepCost())
+        cost.total += self._prompt_token_cost(sequence) * load
         reached = min(end, sequence.num_prompt_tokens)
-        charged = max(end - num_tokens, sequence.num_charged_tokens)
-        if reached > charged:
-            sequence.queue.charge(self._constants.prompt_token_cost * (reached - charged))
+        num_new = max(0, reached - max(begin, sequence.num_charged_tokens))
+        cost.free += self._prompt_token_cost(sequence) * load * (1 - num_new / num_tokens)
+        if num_new:
+            charged = self._prompt_token_cost(sequence) * load * num_new / num_tokens
+            cost.charged += charged
+            sequence.queue.charge(charged * self._step_seconds.per_cost)
             sequence.num_charged_tokens = reached
 
-    def _costs(self, plan: StepPlan) -> list[tuple[VariantQueue, float]]:
-        """Return the cost of each sequence's generated token and of its share of reading its delta."""
+    def _prompt_token_cost(self, sequence: Sequence) -> float:
+        """Return the cost of a prompt's token: as of a generated one, if its logits are computed, too."""
+        constants = self._constants
+        return constants.generated_token_cost if sequence.needs_prompt_logits else constants.prompt_token_cost
+
+    def _add_costs(self, plan: StepPlan) -> None:
+        """Add to the prompts' costs those of each sequence's generated token and of its share of reading its delta."""
         num_sharing = Counter(sequence.version for sequence in plan.batch)
-        costs = []
         for sequence, num_tokens in plan.batch.items():
-            generates = num_tokens == sequence.num_missing_tokens
-            cost = self._constants.generated_token_cost if generates else 0.0
+            # The context of a prompt's last token is in the cost of the prompt.
+            num_context = 0 if sequence in plan.costs else sequence.num_computed_tokens
+            cost = plan.costs.setdefault(sequence, StepCost())
+            if num_tokens == sequence.num_missing_tokens:
+                cost.total += self._constants.generated_token_cost * self._load(num_context)
             if sequence.version is not None:
-                cost += self._constants.delta_cost_tokens / num_sharing[sequence.version]
-            costs.append((sequence.queue, cost))
-        return costs
+                cost.total += self._constants.delta_cost_tokens / num_sharing[sequence.version]
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Admit the next sequence with pages for all its tokens. If it does not fit, admit no other in this step."""
@@ -255,21 +365,26 @@ class Scheduler:
     def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt a running sequence for one that has waited for `preempt_wait_s`; False if there is none.
 
-        Only from a tenant with two or more running sequences to one with none (or between two variants of one tenant),
-        so two sequences never preempt each other in turn.
+        Only from a tenant with two or more running sequences to one with none, from one above its share of rows to one
+        below it, or between two variants of one tenant, so two sequences never preempt each other in turn.
         """
         if self._now - sequence.waiting_since < self._constants.preempt_wait_s:
             return False
         queue, running = sequence.queue, self._running.values()
+        share = self._max_num_seqs // self._queue.num_tenants
+        victims: list[Sequence] = []
         if not queue.tenant.num_running:
             victims = [s for s in running if s.queue.tenant.num_running > 1]
-        elif not queue.num_running:
+        elif queue.tenant.num_running < share and self._slot_policy.may_recompute:
+            victims = [s for s in running if s.queue.tenant.num_running > share]
+        if not victims and queue.tenant.num_running and not queue.num_running:
             victims = [s for s in running if s.queue.tenant is queue.tenant and s.queue.num_running > 1]
-        else:
-            return False
         victims = [s for s in self._preemptible(victims) if s.has_progressed]
         if victims:
-            self._preempt(max(victims, key=_preemption_key), plan)
+            victim = max(victims, key=_preemption_key)
+            if queue.tenant.num_running and victim.queue.tenant is not queue.tenant:
+                self._slot_policy.charge_recompute_budget(victim)
+            self._preempt(victim, plan)
         return bool(victims)
 
     def _preemptible(self, sequences: Iterable[Sequence]) -> list[Sequence]:
@@ -288,13 +403,13 @@ class Scheduler:
         self._running[sequence.arrival] = sequence
         self._queue.remove(sequence)
         sequence.num_tokens_at_admission = sequence.num_tokens
-        sequence.queue.count_running(1)
+        self._queue.count_running(sequence.queue, 1)
         self._slot_policy.admit(sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         """Let a running sequence run no more."""
         del self._running[sequence.arrival]
-        sequence.queue.count_running(-1)
+        self._queue.count_running(sequence.queue, -1)
         self._slot_policy.stop(sequence, self._now)
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:

@@ -1,15 +1,17 @@
 """One sequence of a request, and the fair queues in which it waits.
 
 The sequences of one tenant for one variant wait in a `VariantQueue`; the variant queues of a tenant are its
-`TenantQueue`. Both count the tokens that they were served (the virtual token counters of Sheng et al., "Fairness in
-Serving Large Language Models", 2024). A queue that becomes ready is raised to the smallest counter of the ready queues,
-so idle time is not saved up (the start tag of start-time fair queueing).
+`TenantQueue`. Both count the seconds of the engine's thread that they were served (as the virtual token counters of
+Sheng et al., "Fairness in Serving Large Language Models", 2024, count tokens). A queue that becomes ready is raised to
+the smallest counter of the ready queues, so idle time is not saved up (the start tag of start-time fair queueing); one
+that had the engine for itself stands at most `MAX_DEBT_S` behind the others.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
@@ -18,12 +20,15 @@ from server.protocol.request import Request
 
 # A sweep for idle members runs when there are more members than twice those that the last sweep kept, plus this number.
 SWEEP_SLACK = 64
+# Seconds that a queue may have been served more than those that become ready now: what a tenant took while nobody else
+# waited, or in a step that a paused machine made long, does not keep it waiting for longer.
+MAX_DEBT_S = 10.0
 
 
 class Member(Protocol):
     """A member of `LeastServed`."""
 
-    counter: float  # served so far; never decreases
+    counter: float  # served so far; decreases in `activate` alone
 
     @property
     def is_ready(self) -> bool: ...  # can be served now
@@ -39,14 +44,19 @@ class LeastServed(Generic[K, M]):
     """Members by key, and the ready member with the smallest counter. All operations take amortized O(log members).
 
     The heap is corrected lazily: a member whose counter grew or that is no longer ready is noticed at the top.
+
+    Args:
+        make: makes the member of a key.
+        max_debt: how far above the floor a member's counter may be when it is activated.
     """
 
-    def __init__(self, make: Callable[[K], M]) -> None:
+    def __init__(self, make: Callable[[K], M], max_debt: float = math.inf) -> None:
         self._make = make
+        self._max_debt = max_debt
         self._members: dict[K, M] = {}
         self._heap: list[tuple[float, int, M]] = []
-        # Ids of the members in the heap, each of which is there once.
-        self._in_heap: set[int] = set()
+        # By id of a member in the heap: the counter of its entry. Its other entries count no more.
+        self._entered: dict[int, float] = {}
         self._ticks = itertools.count()
         # The smallest counter of the ready members when the heap was last looked at.
         self._floor = 0.0
@@ -62,26 +72,37 @@ class LeastServed(Generic[K, M]):
         return found
 
     def activate(self, member: M) -> None:
-        """Enter a member that has become ready, raised to the floor; no effect on one that was ready before."""
+        """Enter a member that has become ready, raised to the floor and lowered to `max_debt` above it."""
         self.first()
-        member.counter = max(member.counter, self._floor)
-        if id(member) not in self._in_heap:
-            self._in_heap.add(id(member))
-            heapq.heappush(self._heap, (member.counter, next(self._ticks), member))
+        member.counter = min(max(member.counter, self._floor), self._floor + self._max_debt)
+        self.enter(member)
+
+    def enter(self, member: M) -> None:
+        """Enter a member with the counter that it has; no effect on one that is there with one no higher."""
+        if self._entered.get(id(member), math.inf) > member.counter:
+            self._push(member)
 
     def first(self) -> M | None:
         """Return the ready member with the smallest counter; among equals, the one in the heap for longest."""
         while self._heap:
             counter, _, member = self._heap[0]
+            if self._entered.get(id(member)) != counter:
+                heapq.heappop(self._heap)
+                continue
             self._floor = max(self._floor, counter)
             if not member.is_ready:
                 heapq.heappop(self._heap)
-                self._in_heap.remove(id(member))
+                del self._entered[id(member)]
             elif member.counter != counter:
-                heapq.heapreplace(self._heap, (member.counter, next(self._ticks), member))
+                heapq.heappop(self._heap)
+                self._push(member)
             else:
                 return member
         return None
+
+    def _push(self, member: M) -> None:
+        self._entered[id(member)] = member.counter
+        heapq.heappush(self._heap, (member.counter, next(self._ticks), member))
 
     def _sweep(self) -> None:
         """Drop idle members at or below the floor; returning members are raised to it."""
@@ -92,10 +113,10 @@ class LeastServed(Generic[K, M]):
 
 @dataclass(slots=True)
 class PageTable:
-    """The KV cache pages of one sequence, in order, and the prefix cache keys of those that are full."""
+    """The KV cache pages of one sequence, in order."""
 
     pages: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
+    num_hashed: int = 0  # full pages that came from the prefix cache or were offered to it
     is_counted: bool = True  # in the hits and queries of the prefix cache
 
 
@@ -123,6 +144,9 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_computed_tokens = 0
         self.page_table = PageTable()
+        self.page_hashes = request.page_hashes
+        # Those of the pages that end in generated tokens. Like the prompt's they are kept while the sequence waits.
+        self.own_hashes = bytearray()
         # Until the prompt's log-probabilities are complete, the logits of all its tokens are computed.
         self.needs_prompt_logits = request.sampling_params.prompt_logprobs is not None and index == 0
         self.arrival = -1  # its place among all sequences ever added to the scheduler; -1 before
@@ -190,17 +214,20 @@ class TenantQueue:
     """The variant queues of one tenant."""
 
     name: str
-    counter: float = 0.0  # tokens served
+    counter: float = 0.0  # seconds served
     num_waiting: int = 0
     num_running: int = 0
+    is_paused: bool = False  # not served now, whatever waits
     variants: LeastServed[str | None, VariantQueue] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.variants = LeastServed(lambda version: VariantQueue(self, version, is_open=version is None))
+        self.variants = LeastServed(
+            lambda version: VariantQueue(self, version, is_open=version is None), MAX_DEBT_S
+        )
 
     @property
     def is_ready(self) -> bool:
-        return self.variants.first() is not None
+        return not self.is_paused and self.variants.first() is not None
 
     @property
     def is_idle(self) -> bool:
@@ -214,7 +241,8 @@ class VariantQueue:
     tenant: TenantQueue
     version: str | None  # None is the base
     is_open: bool
-    counter: float = 0.0  # tokens served
+    counter: float = 0.0  # seconds served
+    owed: float = 0.0  # seconds charged before a step that took less; no more are counted until it is used up
     num_running: int = 0
     waiting: dict[int, Sequence] = field(default_factory=dict)  # by arrival
     heap: list[int] = field(default_factory=list)  # all of `waiting`, and some that no longer wait
@@ -233,15 +261,12 @@ class VariantQueue:
             heapq.heappop(self.heap)
         return self.waiting[self.heap[0]]
 
-    def charge(self, num_tokens: float) -> None:
-        """Count tokens served to this queue and its tenant."""
-        self.counter += num_tokens
-        self.tenant.counter += num_tokens
-
-    def count_running(self, change: int) -> None:
-        """Count a sequence of this queue that starts (1) or stops (-1) running."""
-        self.num_running += change
-        self.tenant.num_running += change
+    def charge(self, seconds: float) -> None:
+        """Count seconds served to this queue and its tenant; negative ones reduce what is counted next."""
+        seconds -= self.owed
+        self.owed = max(0.0, -seconds)
+        self.counter += max(0.0, seconds)
+        self.tenant.counter += max(0.0, seconds)
 
 
 # Entries of a heap whose sequences no longer wait, beyond as many as wait, before they are removed.
@@ -252,11 +277,21 @@ class FairQueue:
     """All waiting sequences, in variant queues."""
 
     def __init__(self) -> None:
-        self._tenants: LeastServed[str, TenantQueue] = LeastServed(TenantQueue)
+        self._tenants: LeastServed[str, TenantQueue] = LeastServed(TenantQueue, MAX_DEBT_S)
+        self._active: set[str] = set()
+
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants that have waiting or running sequences."""
+        return len(self._active)
 
     def variant_queue(self, tenant: str, version: str | None) -> VariantQueue:
         """Return the queue of a tenant's sequences for one variant, made on first use."""
         return self._tenants.get(tenant).variants.get(version)
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """Count seconds served to a tenant that no sequence took, as for reading its messages."""
+        self._tenants.get(tenant).counter += seconds
 
     def push(self, sequence: Sequence) -> None:
         """Let a sequence wait, ahead of those of its queue that arrived later."""
@@ -264,6 +299,7 @@ class FairQueue:
         heapq.heappush(queue.heap, sequence.arrival)
         queue.waiting[sequence.arrival] = sequence
         queue.tenant.num_waiting += 1
+        self._active.add(queue.tenant.name)
         if queue.is_open and len(queue.waiting) == 1:
             self._activate(queue)
 
@@ -272,8 +308,16 @@ class FairQueue:
         queue = sequence.queue
         del queue.waiting[sequence.arrival]
         queue.tenant.num_waiting -= 1
+        self._drop_idle(queue.tenant)
         if len(queue.heap) > 2 * len(queue.waiting) + HEAP_SLACK:
             queue.heap = sorted(queue.waiting)
+
+    def count_running(self, queue: VariantQueue, change: int) -> None:
+        """Count a sequence of a queue that starts (1) or stops (-1) running."""
+        queue.num_running += change
+        queue.tenant.num_running += change
+        self._active.add(queue.tenant.name)
+        self._drop_idle(queue.tenant)
 
     def open(self, queue: VariantQueue) -> None:
         """Let the sequences of a closed queue be admitted."""
@@ -281,11 +325,24 @@ class FairQueue:
         if queue.waiting:
             self._activate(queue)
 
+    def pause(self, tenant: TenantQueue) -> None:
+        """Pass over a tenant until `resume`."""
+        tenant.is_paused = True
+
+    def resume(self, tenant: TenantQueue) -> None:
+        """Let a tenant have its turn again, by what it was served until then."""
+        tenant.is_paused = False
+        self._tenants.enter(tenant)
+
     def first(self) -> Sequence | None:
         """Return the sequence to admit next; it keeps waiting until `remove`."""
         tenant = self._tenants.first()
         queue = None if tenant is None else tenant.variants.first()
         return None if queue is None else queue.first()
+
+    def _drop_idle(self, tenant: TenantQueue) -> None:
+        if tenant.is_idle:
+            self._active.discard(tenant.name)
 
     def _activate(self, queue: VariantQueue) -> None:
         queue.tenant.variants.activate(queue)

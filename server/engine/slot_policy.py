@@ -24,6 +24,7 @@ the KV cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -41,13 +42,17 @@ class SchedulerConstants:
         ValueError: a value is out of its range; names the field.
     """
 
-    # Weights of one token in the fairness counters.
+    # What divides a step's seconds among its sequences: the cost of one token without context, ...
     prompt_token_cost: float = 1.0
     generated_token_cost: float = 2.0
-    # Cost of reading one delta in a step, in tokens; its sequences share it.
+    # ... the tokens of context to which attention takes as long as all else of a token, ...
+    context_tokens: float = math.inf
+    # ... and the cost of reading one delta, in tokens; its sequences share it.
     delta_cost_tokens: float = 8.0
     # Share of a step's tokens that one prompt may take while another waits for them.
     prefill_share: float = 0.25
+    # Share of a step that prompts may take while sequences of other tenants decode in it.
+    prompt_share: float = 0.5
     # Free KV cache tokens that admission leaves for each running sequence to grow.
     reserve_tokens: int = 32
     # Waiting time after which a sequence may preempt one of a tenant or variant that has several running.
@@ -56,11 +61,11 @@ class SchedulerConstants:
     min_resident_s: float = 1.0
     # Waiting time after which a variant may take another variant's slot by preempting its sequences.
     cold_wait_s: float = 5.0
-    # Tokens recomputed after such preemptions, as a share of all computed tokens.
+    # Tokens recomputed after such preemptions and after those for a share of rows, as a share of all computed tokens.
     recompute_share: float = 0.25
 
     def __post_init__(self) -> None:
-        for name in ("prefill_share", "recompute_share"):
+        for name in ("prefill_share", "prompt_share", "recompute_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
         for name in self.__slots__:
@@ -87,7 +92,7 @@ class SlotPolicy:
         self._residency = residency
         self._queue = queue
         self._constants = constants
-        # Tokens that may be recomputed because of forced evictions; none is forced while it is negative.
+        # Tokens that may be recomputed because of forced evictions and of shares of rows; none while it is negative.
         self._recompute_budget = 0.0
         self._variants: dict[str, ScheduledVariant] = {}
         self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
@@ -164,6 +169,15 @@ class SlotPolicy:
         self._open_resident(now)
         self._close_for_waiting(now)
 
+    @property
+    def may_recompute(self) -> bool:
+        """False while more tokens have been preempted than may be recomputed."""
+        return self._recompute_budget >= 0
+
+    def charge_recompute_budget(self, sequence: Sequence) -> None:
+        """Take the tokens of a sequence that is about to be preempted from the budget."""
+        self._recompute_budget -= sequence.num_computed_tokens
+
     def refill_recompute_budget(self, num_tokens: int) -> None:
         """Refill the budget for recomputation by its share of the tokens that a step computed."""
         self._recompute_budget = min(
@@ -233,7 +247,7 @@ class SlotPolicy:
 
     def _free_slot(self, now: float, preempt: Callable[[Sequence], None]) -> bool:
         """Free the slot of the variant that loses least by preempting its sequences; False if the budget is spent."""
-        if self._recompute_budget < 0:
+        if not self.may_recompute:
             return False
         progressed = (variant for variant in self._evictable(now) if variant.has_progressed)
         victim = min(progressed, key=_eviction_key, default=None)
@@ -241,7 +255,7 @@ class SlotPolicy:
             return False
         self._close(victim)
         for sequence in list(victim.running.values()):
-            self._recompute_budget -= sequence.num_computed_tokens
+            self.charge_recompute_budget(sequence)
             preempt(sequence)
         self._release_unused(victim, now)
         return True

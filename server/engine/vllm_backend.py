@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ from deltastore.user_cache import user_cache_dir
 from server.deltas.fetcher import Fetcher
 from server.deltas.residency import Residency
 from server.engine.build import (
-    MASK_S,
     FreeMemory,
     base_sizes,
     device_of,
@@ -37,29 +36,32 @@ from server.engine.build import (
     host_cache_of,
     max_batch_tokens,
     plan_memory,
+    request_limits,
 )
 from server.engine.clients import EngineSocket
 from server.engine.core import EngineCore, RequestLimits
 from server.engine.engine import Engine
-from server.engine.kv_cache_manager import KVCacheManager
 from server.engine.request_state import RequestState, SequenceOutput
 from server.engine.sampler import GREEDY_BELOW, SampledToken, not_finite
-from server.engine.scheduler import Scheduler, StepPlan
+from server.engine.scheduler import StepPlan
 from server.engine.sequence import Sequence
+from server.engine.vllm_admission import PAGE_TOKENS, Admission, VllmPages, longest_chunk
+from server.engine.vllm_ranks import Ranks
 from server.errors import EngineFailed, InvalidRequest
 from server.metrics.metrics import EngineMetrics, ResidencyMetrics, Telemetry
-from server.protocol.messages import EngineFacts
+from server.protocol.messages import EngineFacts, ScoredToken
 from server.protocol.request import Request
 from server.settings import Settings
 
 log = logging.getLogger(__name__)
 
-# vLLM's on the CPU; those on CUDA are smaller.
-PAGE_TOKENS = 128
-# Share of the KV cache in use from which a sequence that waits in vLLM waits for pages.
-FULL = 0.9
+# That vLLM samples with.
+MAX_TEMPERATURE = 2.0
+CPU = torch.device("cpu")
 # Names the row of a sequence in the sampling parameters that vLLM passes on.
 ROW = "peraxis_row"
+# The logits processor of a rank, which hands the logits of those rows over.
+HELD_LOGITS = "peraxis_vllm.ranks:HeldLogits"
 # Read when vLLM is imported; what the operator has set stays.
 ENVIRONMENT = {
     # The engine in this process, which our own processes surround already.
@@ -73,6 +75,8 @@ ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # HTTP processes need the cores, too, and would wait for a thread that spins on a core of its own.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # This process has threads, whose locks a fork would copy.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
 
@@ -81,48 +85,6 @@ class Usable:
 
     def is_usable(self) -> bool:
         return False
-
-
-class VllmPages(KVCacheManager):
-    """Stands for the KV cache, which is vLLM's: any sequence has pages. The figures are those of vLLM's last step."""
-
-    def __init__(self) -> None:
-        super().__init__(2, PAGE_TOKENS)
-        self.longest = 0  # tokens of a sequence
-        self._usage = 0.0
-        self._prefix_counts = 0, 0
-        self.num_preempted = 0  # sequences that vLLM has preempted since `take_preempted`
-        self.is_short = False  # vLLM has sequences that wait for pages
-
-    @property
-    def max_tokens(self) -> int:
-        return self.longest
-
-    @property
-    def usage(self) -> float:
-        return self._usage
-
-    def take_prefix_counts(self) -> tuple[int, int]:
-        counts, self._prefix_counts = self._prefix_counts, (0, 0)
-        return counts
-
-    def take_preempted(self) -> int:
-        """Return how many sequences vLLM has preempted since the last call."""
-        number, self.num_preempted = self.num_preempted, 0
-        return number
-
-    def cache_full_pages(self, sequence: Sequence) -> None:
-        pass
-
-    def record(self, scheduler: Any, iteration: Any) -> None:
-        """Take the figures of a step: vLLM's SchedulerStats and IterationStats, each None if there are none."""
-        if scheduler is not None:
-            found, before = scheduler.prefix_cache_stats, self._prefix_counts
-            self._usage = scheduler.kv_cache_usage
-            self._prefix_counts = before[0] + found.queries, before[1] + found.hits
-            self.is_short = scheduler.num_waiting_reqs > 0 and self._usage > FULL
-        if iteration is not None:
-            self.num_preempted += iteration.num_preempted_reqs
 
 
 def stat_logger(pages: VllmPages) -> type:
@@ -174,10 +136,8 @@ class OwnRow:
         return logits
 
     def _forced(self, logits: Tensor) -> Tensor:
-        own = logits[: self.num_embeddings].cpu()
-        if not own.amax().isfinite():
+        if (token := self.output.sampler.draw(logits[: self.num_embeddings])) < 0:
             raise not_finite()
-        token = self.output.sampler.draw(own)
         forced = torch.full_like(logits, -torch.inf)
         forced[token] = 0.0
         return forced
@@ -198,68 +158,13 @@ def logits_processor(rows: Mapping[str, OwnRow]) -> type:
     return OwnSampler
 
 
-class Admission(Scheduler):
-    """Chooses the sequences that vLLM has: in fair order, each when its delta is in a slot."""
-
-    def __init__(self, pages: VllmPages, residency: Residency, max_num_seqs: int) -> None:
-        super().__init__(pages, residency, max_num_seqs, max_num_seqs + 1)
-        self._stopped: list[Sequence] = []
-
-    def plan(self, now: float, on_admit: Callable[[Sequence], None] = lambda sequence: None) -> StepPlan:
-        plan = StepPlan()
-        self._now = now
-        self._slot_policy.update(now, lambda sequence: self._preempt(sequence, plan))
-        while (first := self._queue.first()) is not None:
-            if len(self._running) >= self._max_num_seqs:
-                self._preempt_for(first, plan)
-            if len(self._running) >= self._max_num_seqs:
-                break
-            self._start(first)
-            first.queue.charge(
-                self._constants.prompt_token_cost * (first.num_prompt_tokens - first.num_charged_tokens)
-            )
-            first.num_charged_tokens = first.num_prompt_tokens
-            on_admit(first)
-        for sequence in self.running:
-            if not sequence.awaits_mask:
-                plan.add(sequence, 1)
-        return plan
-
-    def preempt_one_that_awaits_its_mask(self) -> Sequence | None:
-        """Preempt one of the sequences that hold pages without using them, of the tenant that was served most."""
-        waiting = [sequence for sequence in self._running.values() if sequence.awaits_mask]
-        if not waiting:
-            return None
-        victim = max(waiting, key=lambda sequence: (sequence.queue.tenant.counter, sequence.num_tokens))
-        self._preempt(victim, StepPlan())
-        return victim
-
-    def add_costs(self, plan: StepPlan, num_generated: Counter[Sequence]) -> None:
-        """Note what a step of vLLM gave each sequence, and its share of reading its delta."""
-        num_sharing = Counter(sequence.version for sequence in plan.batch)
-        for sequence in plan.batch:
-            cost = self._constants.generated_token_cost * num_generated[sequence]
-            if sequence.version is not None:
-                cost += self._constants.delta_cost_tokens / num_sharing[sequence.version]
-            plan.costs.append((sequence.queue, cost))
-
-    def take_stopped(self) -> list[Sequence]:
-        """Return the sequences that ran and run no more since the last call."""
-        stopped, self._stopped = self._stopped, []
-        return stopped
-
-    def _stop(self, sequence: Sequence) -> None:
-        super()._stop(sequence)
-        self._stopped.append(sequence)
-
-
 class VllmCore(EngineCore):
     """The step: give vLLM what was admitted, take back what has stopped, and turn its tokens into events."""
 
     def __init__(
         self,
         llm: Any,  # vLLM's LLMEngine
-        manager: Any,  # the plugin's DeltaManager
+        manager: Any,  # the plugin's DeltaManager, or Ranks
         scheduler: Admission,
         residency: Residency,
         telemetry: Telemetry,
@@ -278,22 +183,23 @@ class VllmCore(EngineCore):
         self._num_given = 0
 
     def step(self) -> bool:
+        self._manager.check_alive()
         is_busy = super().step()
         self._abort_stopped()
         return is_busy
 
     def _check(self, request: Request, first_mask: bytes | None) -> None:
-        params = request.sampling_params
-        for is_asked, what in (
-            (params.prompt_logprobs is not None, "log-probabilities of the prompt"),
-            (request.num_embeddings > self._llm.model_config.get_vocab_size(), "a variant with added tokens"),
-        ):
-            if is_asked:
-                raise InvalidRequest(f"this server runs vLLM, which does not serve {what}: leave it out")
+        num_tokens = self._llm.model_config.get_vocab_size()
+        if request.num_embeddings > num_tokens:
+            raise InvalidRequest(
+                f"{request.version} has a vocabulary of {request.num_embeddings} tokens, and this server has room for "
+                f"{num_tokens}: its operator can raise --max-added-tokens"
+            )
         super()._check(request, first_mask)
 
     def _execute(self, plan: StepPlan) -> None:
         began, num_generated = time.monotonic(), Counter[Sequence]()
+        self._sampling_s = 0.0
         self._abort_stopped()
         for sequence in plan.batch:
             state = self._requests.find(sequence.request_id)
@@ -317,12 +223,15 @@ class VllmCore(EngineCore):
             with self._requests.failing_alone(state):
                 if fault is not None and given.version is not None:
                     raise EngineFailed(fault)
+                if given.needs_prompt_logits and output.prompt_logprobs:
+                    self._take_prompt_logprobs(state, given, output.prompt_logprobs)
+                if given.index == 0 and not given.generated_ids:
+                    state.num_cached = output.num_cached_tokens or 0
                 num_generated[given] += self._take(state, given, output.outputs[0])
         self._preempt_for_pages()
         self._admission.add_costs(plan, num_generated)
-        self._scheduler.charge(plan, time.monotonic())
         variants = {sequence.version for sequence in plan.batch} - {None}
-        self._telemetry.step(time.monotonic() - began, len({s.request_id for s in plan.batch}), len(variants))
+        self._charge(plan, began, len({s.request_id for s in plan.batch}), len(variants))
 
     def _give(self, state: RequestState, sequence: Sequence) -> None:
         """Give vLLM a sequence with all tokens that it has so far."""
@@ -330,8 +239,11 @@ class VllmCore(EngineCore):
         name = f"{sequence.id}#{self._num_given}"
         output, num_embeddings = state.outputs[sequence.index], state.request.num_embeddings
         row = None
-        if output.is_constrained or output.sampler.is_own:
-            row = self._rows[name] = OwnRow(output, num_embeddings, output.is_constrained)
+        is_hot = state.request.sampling_params.temperature > MAX_TEMPERATURE
+        if output.is_constrained or output.sampler.is_own or is_hot:
+            # With ranks, its logits come from another process, behind the step.
+            is_paused = output.is_constrained or isinstance(self._manager, Ranks)
+            row = self._rows[name] = OwnRow(output, num_embeddings, is_paused)
         self._given[sequence], self._sequences[name] = name, sequence
         if row is not None and row.is_paused:
             self._go_on(state, row)
@@ -387,8 +299,10 @@ class VllmCore(EngineCore):
         from vllm.sampling_params import RequestOutputKind
 
         own = state.request.sampling_params
+        prompt_logprobs = own.prompt_logprobs if sequence.needs_prompt_logits else None
         if row is not None:
             return SamplingParams(
+                prompt_logprobs=prompt_logprobs,
                 max_tokens=1 if row.is_paused else own.max_new_tokens - sequence.num_generated,
                 temperature=0.0,
                 logprobs=None if row.is_paused else own.logprobs,
@@ -407,6 +321,7 @@ class VllmCore(EngineCore):
             min_p=0.0 if is_greedy else own.min_p,
             repetition_penalty=own.repetition_penalty,
             logprobs=own.logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop_token_ids=sorted(own.stop_token_ids),
             ignore_eos=True,
             detokenize=False,
@@ -426,15 +341,20 @@ class VllmCore(EngineCore):
             logprob: float | None = None
             top: tuple[tuple[int, float], ...] = ()
             if output.logprobs:
-                scored = output.logprobs[position]
-                logprob = scored[token_id].logprob
-                ranked = sorted(scored.items(), key=lambda item: item[1].rank)
-                top = tuple((number, value.logprob) for number, value in ranked)
-                top = top[: state.request.sampling_params.logprobs]
+                logprob, top = _scored(
+                    output.logprobs[position], token_id, state.request.sampling_params.logprobs
+                )
             found[1].sampler.add(token_id)
             self._send(state, sequence, found[1], SampledToken(token_id, logprob, top))
             sequence.num_computed_tokens = sequence.num_tokens - 1
         return len(output.token_ids)
+
+    def _take_prompt_logprobs(self, state: RequestState, sequence: Sequence, scored: Any) -> None:
+        """Send the log-probabilities of a prompt, which vLLM gives by position, none for the first."""
+        num_top = state.request.sampling_params.prompt_logprobs
+        following = zip(sequence.prompt_ids[1:], scored[1:], strict=True)
+        tokens = [ScoredToken(token_id, *_scored(one, token_id, num_top)) for token_id, one in following]
+        state.outputs[sequence.index].add_prompt_logprobs(tokens)
 
     def _hold(self, state: RequestState, sequence: Sequence, row: OwnRow) -> int:
         """Hold the logits of a sequence that has paused for `sample_masked`, or draw without a mask."""
@@ -463,6 +383,18 @@ class VllmCore(EngineCore):
             self._rows.pop(name, None)
         if names:
             self._llm.abort_request(names)
+            if not self._given:
+                self._pages.emptied()
+
+
+def _scored(
+    scored: Mapping[int, Any],  # vLLM's `Logprob` by token
+    token_id: int,
+    num_top: int | None,
+) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Return a token's log-probability, and the likeliest tokens with theirs."""
+    ranked = sorted(scored.items(), key=lambda item: item[1].rank)
+    return scored[token_id].logprob, tuple((number, one.logprob) for number, one in ranked)[:num_top]
 
 
 def build_vllm_engine(
@@ -475,33 +407,47 @@ def build_vllm_engine(
     """Load the base into vLLM and build the engine that serves it on `socket`. Raises as `build_engine`."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # What torch and vLLM compile would lie under /tmp otherwise, 150 MB of it.
     os.environ.setdefault("VLLM_CACHE_ROOT", str(user_cache_dir() / "vllm"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache_dir() / "inductor"))
+    num_ranks = settings.tensor_parallel_size
     logging.getLogger("vllm").setLevel(logging.WARNING)
     logging.getLogger("vllm.peraxis").setLevel(logging.INFO)
     device, checkpoint = device_of(settings.device), Checkpoint.open(settings.base)
+    if num_ranks > 1 and device.type == "cpu":
+        # Each rank would take all cores.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))
     dtype, slot_bytes, base_bytes = base_sizes(settings, checkpoint, device)
     base = Base.of(checkpoint)
     cache_bytes = host_cache_bytes(settings)
-    free = free_memory(device, cache_bytes, base_bytes)
+    free = free_memory(device, cache_bytes, base_bytes, num_ranks)
     memory = _memory_of(settings, free, dtype, slot_bytes)
     pages, rows = VllmPages(), dict[str, OwnRow]()
-    llm = _llm_of(settings, device, dtype, slot_bytes, memory, pages, rows)
+    llm = _llm_of(settings, device, dtype, memory, pages, rows)
     num_slots = memory.num_slots
-    (manager,) = llm.collective_rpc(_manager_of)
     residency_metrics = ResidencyMetrics(metrics)
-    host_cache = host_cache_of(cache_bytes, slot_bytes, device, residency_metrics)
-    fetcher = Fetcher(Loader(device, settings.load_threads), host_cache, registry, manager.tables)
-    residency = Residency(manager.slots, fetcher, residency_metrics, on_load_ended=socket.wake)
+    if num_ranks > 1:
+        # Logits that ranks send are drawn from on the CPU, whatever their device.
+        from server.kernels import sampling_cpu
+
+        sampling_cpu.compiled_kernels()
+        manager = tables = Ranks(llm, rows, cache_bytes, slot_bytes, residency_metrics)
+        host_cache, load_device = manager.host_cache, CPU
+        slots, rank_bytes = manager.slots(num_slots), sum(share.slot_bytes for share in manager.shares)
+    else:
+        host_cache, load_device = host_cache_of(cache_bytes, slot_bytes, device, residency_metrics), device
+        (manager,) = llm.collective_rpc(_manager_of)
+        tables, slots, rank_bytes = manager.tables, manager.slots, slot_bytes
+    fetcher = Fetcher(Loader(load_device, settings.load_threads), host_cache, registry, tables)
+    residency = Residency(slots, fetcher, residency_metrics, on_load_ended=socket.wake)
     max_model_len = int(llm.model_config.max_model_len)
-    limits = RequestLimits(
-        settings.max_num_seqs + settings.max_queue, max_model_len, settings.load_timeout, MASK_S
-    )
+    limits = request_limits(settings, max_model_len)
     pages.longest = max_model_len
-    scheduler = Admission(pages, residency, settings.max_num_seqs)
+    scheduler = Admission(pages, residency, settings.max_num_seqs, max_batch_tokens(settings, device))
     core = VllmCore(llm, manager, scheduler, residency, Telemetry(metrics), limits, pages, rows)
     metrics.host_cache_limit_bytes.set(cache_bytes)
     metrics.slots.set(num_slots)
-    used = {"slots": num_slots * slot_bytes, "kv": memory.kv_cache_bytes, "base": base_bytes}
+    used = {"slots": num_slots * rank_bytes, "kv": memory.kv_cache_bytes, "base": base_bytes}
     for kind, num_bytes in used.items():
         metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
     return Engine(core, residency, socket, EngineFacts(base, max_model_len, slot_bytes, num_slots), metrics)
@@ -509,7 +455,7 @@ def build_vllm_engine(
 
 @dataclass(frozen=True, slots=True)
 class VllmMemory:
-    """How memory is divided: slots, the KV cache, and the longest request that it holds."""
+    """How the memory of all ranks is divided: slots, the KV cache, and the longest request that it holds."""
 
     num_slots: int
     kv_cache_bytes: int
@@ -521,12 +467,17 @@ def _memory_of(settings: Settings, free: FreeMemory, dtype: torch.dtype, slot_by
     # Deferred, as all of transformers is until the base is known to fit.
     from transformers import AutoConfig
 
+    from server.model.loader import max_positions
+
     config = AutoConfig.from_pretrained(settings.base).get_text_config()
     num_heads = int(config.num_attention_heads)
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
-    num_kv_heads = int(getattr(config, "num_key_value_heads", None) or num_heads)
+    # Each rank has one at least.
+    num_kv_heads = max(
+        int(getattr(config, "num_key_value_heads", None) or num_heads), settings.tensor_parallel_size
+    )
     page_bytes = PAGE_TOKENS * 2 * int(config.num_hidden_layers) * num_kv_heads * head_dim * dtype.itemsize
-    longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    longest = max_positions(config)
     longest = min(settings.max_model_len or longest, longest)
     max_pages = -(-settings.max_num_seqs * longest // PAGE_TOKENS) + 1
     plan = plan_memory(settings, free, slot_bytes, page_bytes, max_pages)
@@ -539,12 +490,11 @@ def _llm_of(
     settings: Settings,
     device: torch.device,
     dtype: torch.dtype,
-    slot_bytes: int,
     memory: VllmMemory,
     pages: VllmPages,
     rows: Mapping[str, OwnRow],
 ) -> Any:
-    """Start vLLM's engine in this process.
+    """Start vLLM's engine in this process, and that of each rank if there are several.
 
     Raises:
         NotServable: vLLM or the plugin is missing, or vLLM does not serve this base.
@@ -557,13 +507,15 @@ def _llm_of(
             f"--backend vllm: {error}: install vllm and peraxis-vllm beside peraxis, name their interpreter with "
             "--engine-python, or serve with --backend native"
         ) from error
-    max_tokens = max_batch_tokens(settings, device)
+    max_tokens, num_ranks = max_batch_tokens(settings, device), settings.tensor_parallel_size
     arguments = EngineArgs(
         str(settings.base),
         skip_tokenizer_init=True,
         # A bar would stand between the lines of a log in JSON.
         use_tqdm_on_load=False,
         dtype=str(dtype).removeprefix("torch."),
+        tensor_parallel_size=num_ranks,
+        distributed_executor_backend="mp" if num_ranks > 1 else None,
         enable_lora=True,
         max_loras=memory.num_slots,
         max_lora_rank=8,
@@ -572,11 +524,15 @@ def _llm_of(
         max_num_batched_tokens=max_tokens,
         enable_chunked_prefill=True,
         # So that a long prompt leaves tokens of a step to others.
-        long_prefill_token_threshold=max_tokens // 2,
-        logits_processors=[logits_processor(rows)],
+        long_prefill_token_threshold=longest_chunk(max_tokens),
+        logits_processors=[HELD_LOGITS if num_ranks > 1 else logits_processor(rows)],
+        # A step that has returned reads no slot any more, so one that is free can be written.
         async_scheduling=False,
-        kv_cache_memory_bytes=memory.kv_cache_bytes,
-        additional_config={"peraxis": {"slot_bytes": slot_bytes, "num_slots": memory.num_slots}},
+        kv_cache_memory_bytes=memory.kv_cache_bytes // num_ranks,
+        additional_config={
+            "peraxis": {"slot_headroom": settings.slot_headroom, "num_slots": memory.num_slots}
+        },
+        **_room_for_tokens(settings),
     )
     try:
         return LLMEngine.from_engine_args(arguments, stat_loggers=[stat_logger(pages)])
@@ -586,6 +542,21 @@ def _llm_of(
         raise NotServable(
             f"vLLM cannot serve this base: {type(error).__name__}: {error}: serve it with --backend native"
         ) from error
+
+
+def _room_for_tokens(settings: Settings) -> dict[str, Any]:
+    """Return the arguments with which vLLM has rows for the tokens that variants add."""
+    if not settings.max_added_tokens:
+        return {}
+    from peraxis_vllm import LOAD_FORMAT
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(settings.base)
+    text = config.get_text_config()
+    padded = {"vocab_size": int(text.vocab_size) + settings.max_added_tokens}
+    # A configuration of a model for more than text keeps that of its text in a field.
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return {"load_format": LOAD_FORMAT, "hf_overrides": {names[0]: padded} if names else padded}
 
 
 def _manager_of(worker: Any) -> Any:

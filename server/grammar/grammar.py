@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
-from msgspec.json import encode
+from msgspec import DecodeError, Meta, Struct, convert
+from msgspec.json import decode, encode
 
 from server.errors import InvalidRequest
 
@@ -33,6 +34,10 @@ MAX_CALLS = 32
 # llguidance's options of a schema. Clients must not set them: they could make it ignore keywords.
 OPTIONS_KEY = "x-guidance"
 OPTIONS = {"whitespace_flexible": False}
+OPTIONS_DIRECTIVE = "%llguidance"
+# Parts of a regular expression that stand otherwise between slashes: escaped characters are taken as they are.
+REGEX_PART = re.compile(r"\\.|[/\n\r]", re.DOTALL)
+IN_LITERAL = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
 CALL_BEGIN, CALL_MIDDLE, CALL_END = '{"name":', ',"arguments":', "}"
 
 
@@ -67,14 +72,36 @@ def any_object() -> Grammar:
     return _checked(f"start: {_json({'type': 'object'})}\n", "response_format")
 
 
-def matching_schema(schema: Mapping[str, Any]) -> Grammar:
+def matching_schema(schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
     """Return the grammar of JSON that matches a schema.
 
     Raises:
         InvalidRequest: the schema is too large or too deep, or bounds a number beyond 64 bits.
     """
-    check_schema(schema, "response_format")
-    return _checked(f"start: {_json(schema)}\n", "response_format")
+    check_schema(schema, param)
+    return _checked(f"start: {_json(schema)}\n", param)
+
+
+def matching_regex(regex: str, param: str) -> Grammar:
+    """Return the grammar of texts that a regular expression matches as a whole, in the syntax of Rust's regex."""
+    literal = REGEX_PART.sub(lambda part: IN_LITERAL.get(part[0], part[0]), regex)
+    return _checked(f"start: /{literal}/\n", param)
+
+
+def one_of(choices: Sequence[str], param: str) -> Grammar:
+    """Return the grammar of a choice of texts."""
+    return _checked(f"start: {' | '.join(map(_text, choices))}\n", param)
+
+
+def of_lark(text: str, param: str) -> Grammar:
+    """Return a client's grammar, in llguidance's form of Lark.
+
+    Raises:
+        InvalidRequest: it is too large, or sets options of llguidance.
+    """
+    if OPTIONS_DIRECTIVE in text:
+        raise InvalidRequest(f"{param}: a grammar cannot set {OPTIONS_DIRECTIVE}: leave it out", param)
+    return _checked(text, param)
 
 
 def arguments_of(tool: ToolSchema) -> Grammar:
@@ -161,7 +188,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 
 def _text(text: str) -> str:
-    return json.dumps(text)
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _check_size(num_bytes: int, param: str) -> None:
@@ -187,24 +214,80 @@ class JsonSchema(Struct, frozen=True):
     """The field `json_schema` of a response format."""
 
     name: Name
-    schema: dict[str, Any]
+    schema: dict[str, Any] | None = None  # of any object
     description: str | None = None
     strict: bool | None = None
 
 
 class ResponseFormat(Struct, frozen=True):
-    """The form that an answer must have."""
+    """The form that an answer must have. With `json_object`, other servers take a schema, too."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema is given with type json_schema, and only then")
+        if self.schema is not None and self.type != "json_object":
+            raise ValueError("schema is given with type json_object, and only then")
+
+    def grammar(self) -> Grammar | None:
+        """Return the grammar of answers; raises as `matching_schema`."""
+        if self.type == "text":
+            return None
+        schema = self.schema if self.json_schema is None else self.json_schema.schema
+        return any_object() if schema is None else matching_schema(schema)
 
 
-class Function(Struct, frozen=True, omit_defaults=True):
-    """A function that the model may call."""
+Pattern = Annotated[str, Meta(min_length=1)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """The form that an answer must have, as vLLM's clients say it: one of the fields."""
+
+    json: dict[str, Any] | str | None = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    grammar: Pattern | None = None
+    json_object: bool | None = None
+
+    def made(self, param: str) -> Grammar | None:
+        """Return the grammar of answers; None if no field is given.
+
+        Args:
+            param: the request's field, for error messages.
+
+        Raises:
+            InvalidRequest: several fields are given, or as `matching_schema` and `of_lark` do.
+        """
+        names = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(names) > 1:
+            raise InvalidRequest(f"{param} has {' and '.join(names)}: give one of them", param)
+        if self.json is not None:
+            return matching_schema(_schema_of(self.json, param), param)
+        if self.regex is not None:
+            return matching_regex(self.regex, param)
+        if self.choice is not None:
+            return one_of(self.choice, param)
+        if self.grammar is not None:
+            return of_lark(self.grammar, param)
+        return any_object() if self.json_object else None
+
+
+def _schema_of(json: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    try:
+        schema = decode(json) if isinstance(json, str) else json
+    except (DecodeError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param}: the schema is no JSON object", param)
+    return schema
+
+
+class Function(Struct, frozen=True):
+    """A function that the model may call; chat templates are shown its other fields, too."""
 
     name: Name
     description: str | None = None
@@ -231,6 +314,32 @@ class NamedTool(Struct, frozen=True):
 
 
 Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+# Tools as a client wrote them.
+GivenTools = Annotated[
+    list[dict[str, Any]],
+    Meta(
+        max_length=MAX_TOOLS,
+        extra_json_schema={
+            "items": {
+                "type": "object",
+                "required": ["type", "function"],
+                "properties": {
+                    "type": {"enum": ["function"]},
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {
+                            "name": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                            "description": {"type": ["string", "null"]},
+                            "parameters": {"type": ["object", "null"]},
+                            "strict": {"type": ["boolean", "null"]},
+                        },
+                    },
+                },
+            }
+        },
+    ),
+]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 # How calls stand in the output: in the variant's own form, in a JSON array, or as the arguments of one call alone.
 CallForm = Literal["free", "array", "arguments"]
@@ -257,32 +366,36 @@ class Requested:
 
 
 def requested(
-    response_format: ResponseFormat | None,
-    tools: list[Tool] | None = None,
+    grammar: Grammar | None,
+    given_tools: Sequence[Mapping[str, Any]] | None = None,
     tool_choice: ToolChoice | None = None,
     parallel_tool_calls: bool | None = None,
 ) -> Requested:
     """Return what the fields of a request ask for.
 
+    Args:
+        grammar: of an answer that calls no tool.
+        given_tools: valid ones, as the client wrote them.
+
     Raises:
         InvalidRequest: they contradict each other, or the tools or a schema are too large.
     """
-    tools = tools or []
+    given_tools = given_tools or ()
+    tools = convert(given_tools, list[Tool])
     if not tools and tool_choice not in (None, "none", "auto"):
         raise InvalidRequest("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise InvalidRequest("tools: two functions have the same name: rename one", "tools")
-    grammar = _format_grammar(response_format)
     if not tools or tool_choice == "none":
         return Requested(grammar)
-    shown = encoded(tools, "tools")
+    shown = encoded(list(map(_shown, given_tools)), "tools")
     known = frozenset(names)
     if tool_choice in (None, "auto"):
         if grammar is not None:
             raise InvalidRequest(
-                "response_format with tools that may be called is not supported: set tool_choice to none or required",
-                "response_format",
+                f"{grammar.param} with tools that may be called is not supported: set tool_choice to none or required",
+                grammar.param,
             )
         return Requested(None, shown, known)
     if isinstance(tool_choice, NamedTool):
@@ -295,12 +408,10 @@ def requested(
     return Requested(grammar, shown, known, "array")
 
 
-def _format_grammar(response_format: ResponseFormat | None) -> Grammar | None:
-    if response_format is None or response_format.type == "text":
-        return None
-    if response_format.json_schema is None:
-        return any_object()
-    return matching_schema(response_format.json_schema.schema)
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as templates are shown it: without fields of its function that are null."""
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {**tool, "function": function}
 
 
 def _schema(tool: Tool) -> ToolSchema:

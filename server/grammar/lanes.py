@@ -32,7 +32,7 @@ from typing import TypeVar
 
 from deltastore.errors import PeraxisError
 from server.errors import InvalidRequest, WorkerDied, WorkerKilled, WorkerTimeout
-from server.fairness import FairLimiter, tenant_of
+from server.fairness import FairCache, FairLimiter, tenant_of
 from server.grammar.grammar import Grammar
 from server.grammar.matching import (
     MAX_MATCHERS,
@@ -72,9 +72,11 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
-    reason: str
-    until: float
+class _Outcome:
+    """The last outcome of a grammar, which is refused for a reason until a time; without a reason it has worked."""
+
+    reason: str | None = None
+    until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +97,7 @@ class Standing:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        # The last failure; None for a grammar that has worked.
-        self._grammars: OrderedDict[tuple[str, Vocabulary, str], _Failure | None] = OrderedDict()
+        self._grammars: FairCache[tuple[str, Vocabulary, str], _Outcome] = FairCache(MAX_GRAMMARS)
         self._pauses: OrderedDict[str, _Pause] = OrderedDict()
 
     def check(self, rule: Rule) -> None:
@@ -106,9 +107,9 @@ class Standing:
             InvalidRequest: says why, and names the request's field.
         """
         param, now = rule.grammar.param, self._now()
-        failure = self._grammars.get(rule.key)
-        if failure is not None and now < failure.until:
-            raise InvalidRequest(failure.reason, param)
+        last = self._grammars.get(rule.key)
+        if last is not None and last.reason is not None and now < last.until:
+            raise InvalidRequest(last.reason, param)
         pause = self._pauses.get(rule.tenant)
         if pause is not None and not self.has_worked(rule) and (left_s := pause.until - now) > 0:
             raise InvalidRequest(
@@ -119,13 +120,14 @@ class Standing:
 
     def has_worked(self, rule: Rule) -> bool:
         """Return whether a grammar was compiled or advanced in a lane and has not failed since."""
-        return rule.key in self._grammars and self._grammars[rule.key] is None
+        last = self._grammars.get(rule.key)
+        return last is not None and last.reason is None
 
     def worked(self, rule: Rule) -> None:
         """Record that a grammar was compiled or advanced in a lane, unless a sequence with it failed recently."""
-        failure = self._grammars.get(rule.key)
-        if failure is None or failure.until <= self._now():
-            self._remember(rule, None)
+        last = self._grammars.get(rule.key)
+        if last is None or last.until <= self._now():
+            self._grammars.put(rule.key, _Outcome(), rule.tenant)
 
     def failed(self, rule: Rule, reason: str, has_killed: bool) -> None:
         """Record that a grammar failed in a lane.
@@ -133,7 +135,7 @@ class Standing:
         Args:
             has_killed: its worker is lost, so that the tenant's pause begins.
         """
-        self._remember(rule, _Failure(reason, self._now() + REMEMBERED_S))
+        self._grammars.put(rule.key, _Outcome(reason, self._now() + REMEMBERED_S), rule.tenant)
         if not has_killed:
             return
         last, now = self._pauses.pop(rule.tenant, _Pause(0.0, 0.0)), self._now()
@@ -142,12 +144,6 @@ class Standing:
         self._pauses[rule.tenant] = _Pause(length_s, now + length_s)
         if len(self._pauses) > MAX_TENANTS:
             self._pauses.popitem(last=False)
-
-    def _remember(self, rule: Rule, failure: _Failure | None) -> None:
-        self._grammars[rule.key] = failure
-        self._grammars.move_to_end(rule.key)
-        if len(self._grammars) > MAX_GRAMMARS:
-            self._grammars.popitem(last=False)
 
 
 # Sequences of one light call.

@@ -19,9 +19,10 @@ from msgspec import Struct
 
 from deltastore.errors import PeraxisError
 from server.errors import EngineFailed, InvalidRequest
-from server.fairness import Bounded
+from server.fairness import FairCache
 from server.grammar.grammar import Grammar
-from server.text.tokenizer import LoadedTokenizer, failures_as
+from server.text.failures import failures_as
+from server.text.tokenizer import LoadedTokenizer
 from server.text.worker_tasks import NotLoaded
 from server.workers.pool import WORK_LIMITS
 from server.workers.worker_main import allow
@@ -115,9 +116,9 @@ class _Matcher:
     num_consumed: int = 0
 
 
-_vocabularies: Bounded[Vocabulary, LLTokenizer] = Bounded(MAX_VOCABULARIES)
-_compiled: Bounded[tuple[Vocabulary, str], LLMatcher] = Bounded(MAX_COMPILED)
-_matchers: Bounded[str, _Matcher] = Bounded(MAX_MATCHERS)
+_vocabularies: FairCache[Vocabulary, LLTokenizer] = FairCache(MAX_VOCABULARIES)
+_compiled: FairCache[tuple[Vocabulary, str], LLMatcher] = FairCache(MAX_COMPILED)
+_matchers: FairCache[str, _Matcher] = FairCache(MAX_MATCHERS)
 
 
 def opening_masks(tokenizer: LoadedTokenizer, vocabulary: Vocabulary, grammar: Grammar) -> NextMasks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from functools import partial
 
 from deltastore.errors import PeraxisError
 from server.errors import InvalidRequest
-from server.fairness import tenant_of
+from server.fairness import FairCache, Share, tenant_of
 from server.grammar.grammar import Grammar
 from server.grammar.lanes import Lanes, Place, Rule, Standing
 from server.grammar.matching import NewSampled, NextMasks, Vocabulary, opening_masks, reading_vocabulary
@@ -148,6 +148,8 @@ TRYING = WorkKind("compiling a schema for it", "simplify the schema")
 class GrammarService:
     """Gives requests the masks of their grammars. What was tried is kept by vocabulary and grammar within a bound.
 
+    It counts for the tenant that tried it, which loses its own if it holds more than others.
+
     Args:
         engine: takes the masks.
         pool: where new grammars are tried; its owner closes it.
@@ -158,8 +160,8 @@ class GrammarService:
         self._pool = pool
         self._standing = Standing()
         self._lanes = Lanes(self._standing)
-        self._tried: OrderedDict[tuple[Vocabulary, str], NextMasks] = OrderedDict()
-        self._works: OrderedDict[object, VariantWork] = OrderedDict()
+        self._tried: FairCache[tuple[Vocabulary, str], NextMasks] = FairCache(CACHE_BYTES)
+        self._works: FairCache[tuple[Share, str], VariantWork] = FairCache(MAX_WORKS)
         self._num_opened = 0
 
     async def open(self, text: VariantText, grammar: Grammar) -> Constraint:
@@ -176,10 +178,10 @@ class GrammarService:
         self._standing.check(Rule(tenant_of(text.share), vocabulary, grammar))
         key = (vocabulary, grammar.key)
         with _naming(grammar):
-            if key not in self._tried:
-                self._keep(key, await self._try(text, vocabulary, grammar))
-            self._tried.move_to_end(key)
-            opening = self._tried[key]
+            opening = self._tried.get(key)
+            if opening is None:
+                opening = await self._try(text, vocabulary, grammar)
+                self._tried.put(key, opening, tenant_of(text.share), _num_bytes(opening))
             await self._compile(text, vocabulary, grammar)
         return Constraint(self._engine, self._lanes, text, (vocabulary, grammar), opening)
 
@@ -206,20 +208,12 @@ class GrammarService:
             place.leave()
 
     def _work(self, text: VariantText) -> VariantWork:
-        key = (text.share, text.label)
-        if key not in self._works:
-            self._works[key] = VariantWork(
-                self._pool, (tenant_of(text.share), ("grammar", text.share)), text.label, kind=TRYING
-            )
-            if len(self._works) > MAX_WORKS:
-                self._works.popitem(last=False)
-        self._works.move_to_end(key)
-        return self._works[key]
-
-    def _keep(self, key: tuple[Vocabulary, str], opening: NextMasks) -> None:
-        self._tried[key] = opening
-        while len(self._tried) > 1 and sum(map(_num_bytes, self._tried.values())) > CACHE_BYTES:
-            self._tried.popitem(last=False)
+        key, tenant = (text.share, text.label), tenant_of(text.share)
+        work = self._works.get(key)
+        if work is None:
+            work = VariantWork(self._pool, (tenant, ("grammar", text.share)), text.label, kind=TRYING)
+            self._works.put(key, work, tenant)
+        return work
 
 
 class Constraint:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from msgspec import DecodeError, Struct
 from msgspec.json import decode
 from transformers.utils.chat_parsing import ResponseParser
 
-from deltastore.errors import PeraxisError
+from deltastore.errors import ArtifactError, PeraxisError
 from server.grammar.grammar import CALL_BEGIN, CALL_MIDDLE
-from server.text.detokenizer import INCOMPLETE
+from server.text.detokenizer import NewTokens, Window, decode_new
+from server.text.failures import failures_as
 from server.text.service import VariantText
-from server.text.tokenizer import LoadedTokenizer, failures_as
+from server.text.tokenizer import LoadedTokenizer
 
 
 class ToolCall(Struct, frozen=True):
@@ -167,22 +168,36 @@ class _Unparsed(PeraxisError):
 
 
 @dataclass(frozen=True, slots=True)
+class DecodedAnswer:
+    """The decoded text of an answer's beginning and of its prompt, both with special tokens."""
+
+    prompt: str
+    text: str = ""
+    window: Window = field(default_factory=Window)
+
+
+@dataclass(frozen=True, slots=True)
 class FreeAnswer:
     """One answer, or its beginning.
 
     Args:
-        token_ids: without end tokens.
+        prompt: token ids, until the answer is parsed for the first time.
+        new_ids: tokens since the answer was last parsed, without end tokens.
         text: as a client sees it without tools.
     """
 
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    prompt: Sequence[int] | DecodedAnswer
+    new_ids: tuple[int, ...]
     text: str
     is_whole: bool = True
 
 
-async def parsed(text: VariantText, answers: Sequence[FreeAnswer], tools: bytes) -> list[ParsedAnswer] | None:
+async def parsed(
+    text: VariantText, answers: Sequence[FreeAnswer], tools: bytes
+) -> list[tuple[ParsedAnswer, DecodedAnswer]] | None:
     """Split answers into content and tool calls by the variant's response template; return None if it has none.
+
+    Each comes with what has been decoded of it, so that the next time only new tokens are.
 
     Args:
         tools: a JSON array.
@@ -196,7 +211,7 @@ async def parsed(text: VariantText, answers: Sequence[FreeAnswer], tools: bytes)
 
 def parse_answers(
     tokenizer: LoadedTokenizer, answers: list[FreeAnswer], tools: bytes
-) -> list[ParsedAnswer] | None:
+) -> list[tuple[ParsedAnswer, DecodedAnswer]] | None:
     """Parse answers. A whole one that the variant's response template cannot parse is content.
 
     Of the beginning of an answer, what may still become another part of it is left out.
@@ -205,19 +220,34 @@ def parse_answers(
     if template is None:
         return None
     known: list[dict[str, Any]] = json.loads(tools)
-    return [_parsed(tokenizer, dict(template), answer, known) for answer in answers]
+    decoded = [_decoded(tokenizer, answer) for answer in answers]
+    return [
+        (_parsed(dict(template), answer, one, known), one)
+        for answer, one in zip(answers, decoded, strict=True)
+    ]
+
+
+def _decoded(tokenizer: LoadedTokenizer, answer: FreeAnswer) -> DecodedAnswer:
+    """Decode what is new of an answer; text of an incomplete character waits for the rest of it."""
+
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.fast.decode(ids))
+
+    with failures_as(lambda reason: ArtifactError(f"its tokenizer cannot decode tokens: {reason}")):
+        before = answer.prompt
+        if not isinstance(before, DecodedAnswer):
+            before = DecodedAnswer(decode(list(before)))
+        new = decode_new(decode, NewTokens(before.window, answer.new_ids, answer.is_whole))
+    return DecodedAnswer(before.prompt, "".join([before.text, *new.texts, new.tail]), new.window)
 
 
 def _parsed(
-    tokenizer: LoadedTokenizer, template: dict[str, Any], answer: FreeAnswer, tools: list[dict[str, Any]]
+    template: dict[str, Any], answer: FreeAnswer, decoded: DecodedAnswer, tools: list[dict[str, Any]]
 ) -> ParsedAnswer:
     try:
         with failures_as(_Unparsed):
-            raw, prefix = (
-                str(tokenizer.fast.decode(list(ids))) for ids in (answer.token_ids, answer.prompt_ids)
-            )
-            parser = ResponseParser(template, prefix, tools=list(tools))
-            events = parser.feed(raw if answer.is_whole else raw.rstrip(INCOMPLETE))
+            parser = ResponseParser(template, decoded.prompt, tools=list(tools))
+            events = parser.feed(decoded.text)
             if answer.is_whole:
                 events += parser.finalize()[1]
             return _joined(events)

@@ -1,4 +1,4 @@
-"""The products that deltas need, each chosen by the device of its input.
+"""The products that deltas need, and the draw of tokens, each chosen by the device of its input.
 
 `reference` is plain torch and the oracle of the others; `onebit_cpu` runs on the CPU, `onebit_cuda` on CUDA. A
 call takes all deltas of a batch and finds them by address in a table (`reference` describes its rows), so that the
@@ -20,8 +20,9 @@ from torch import Tensor
 
 # `reference` comes first: it digests the source files of kernels before one of them is imported.
 from server.kernels import reference
+from server.kernels.reference import Draw
 
-__all__ = ["add_planes", "add_rows", "compile_kernels", "prepare"]
+__all__ = ["Draw", "add_planes", "add_rows", "compile_kernels", "draw", "prepare", "score"]
 
 
 def add_planes(
@@ -56,6 +57,39 @@ def add_rows(
     _implementation(output.device.type).add_rows(output, ids, table, order, ranges, num_ids, scale)
 
 
+def draw(
+    logits: Tensor,  # [rows, vocab] float32, each row contiguous
+    draws: Sequence[Draw],  # of each row
+) -> tuple[list[int], list[float]]:
+    """Return each row's next token, and the least logit that its parameters keep.
+
+    A row's token depends on its own logits and parameters, not on the batch. Logits that equal the least one are all
+    kept. The token is -1 where none can be drawn: a logit is NaN, or the greatest one with biases and penalty is not
+    finite. On the CPU, logits are changed while they are read, and restored.
+    """
+    if logits.device.type == "cpu":
+        from server.kernels import sampling_cpu
+
+        return sampling_cpu.draw(logits, draws)
+    tokens, least = reference.draw(logits, draws)
+    return tokens.tolist(), least.tolist()
+
+
+def score(
+    logits: Tensor,  # [rows, vocab] float32, each row contiguous
+    tokens: Sequence[int],  # of each row
+    num_top: int,
+) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """Return the log-probability of each row's token, and its `num_top` likeliest tokens with theirs, in order."""
+    if logits.device.type == "cpu":
+        from server.kernels import sampling_cpu
+
+        return sampling_cpu.score(logits, tokens, num_top)
+    # Only the results leave the device: those of a prompt are thousands of rows.
+    own, ids, values = reference.score(logits, tokens, num_top)
+    return own.tolist(), ids.tolist(), values.tolist()
+
+
 _TABLE = "Tensor table, Tensor order, Tensor ranges"
 torch.library.define("peraxis::add_planes", f"(Tensor(a!) output, Tensor x, {_TABLE}, int[] ends) -> ()")
 torch.library.define(
@@ -73,20 +107,22 @@ def prepare(
 ) -> None:
     """Compile the kernels of a device at start-up, or load them, and choose among them. Compiling takes seconds."""
     if device.type == "cpu":
-        from server.kernels import attention_cpu, onebit_cpu
+        from server.kernels import attention_cpu, onebit_cpu, sampling_cpu
 
         onebit_cpu.prepare({in_features for _, in_features in shapes}, dtype)
         attention_cpu.compiled_kernel()
+        sampling_cpu.compiled_kernels()
     elif (kernels := _implementation(device.type)).__name__.endswith("cuda"):
         kernels.prepare(device, set(shapes), dtype)
 
 
 def compile_kernels() -> None:
     """Compile the CPU kernels for this processor and keep them in the user's cache, or load them from it."""
-    from server.kernels import attention_cpu, onebit_cpu
+    from server.kernels import attention_cpu, onebit_cpu, sampling_cpu
 
     onebit_cpu.compile_kernels()
     attention_cpu.compiled_kernel()
+    sampling_cpu.compiled_kernels()
 
 
 @cache

@@ -202,8 +202,8 @@ def _cap(scores: np.ndarray, softcap: np.float32) -> None:
         scores[i] = softcap * np.float32(np.tanh(scores[i] / softcap))
 
 
-@numba.njit(error_model="numpy")
-def _exp(x: np.float32) -> np.float32:
+@numba.njit(error_model="numpy", fastmath={"contract"})
+def exp(x: np.float32) -> np.float32:
     """Return ``exp(x)`` for x of at most 0 with an error of 2 ulp, in operations that LLVM can put into vectors.
 
     It is ``2 ** n * exp(r)`` with an integer n and r of at most ``log(2) / 2``, by its Taylor series.
@@ -227,7 +227,7 @@ def _softmax(scores: np.ndarray, sink: np.float32) -> None:
     for score in scores:
         greatest = max(greatest, score)
     for i in range(len(scores)):
-        scores[i] = _exp(scores[i] - greatest)
+        scores[i] = exp(scores[i] - greatest)
     factor = np.float32(1) / (np.float32(np.exp(sink - greatest)) + _sum(scores))
     for i in range(len(scores)):
         scores[i] *= factor

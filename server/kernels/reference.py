@@ -1,4 +1,4 @@
-"""The arguments of kernels, and the products of deltas in plain torch: the oracle of every kernel.
+"""The arguments of kernels, and what they compute in plain torch: the oracle of every kernel.
 
 A row of a table describes, by addresses, what one delta adds to one tensor's products:
 
@@ -18,6 +18,7 @@ float16 ``[out]`` and ``[in]``, and one gain is float32; a missing scale is ones
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltastore.compiled.sources import Sources
 
@@ -42,6 +43,26 @@ NUMBERS = (RANK, WHOLE_ROWS, WHOLE_DTYPE, SINGLE)
 WHOLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements of a whole tensor that are widened at a time.
 BLOCK_NUMEL = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """How the next token of one row of logits is drawn.
+
+    Biases are added, then the tokens that were seen are penalized, and of what the temperature divides top-k, top-p and
+    min-p keep a part, each of what the ones before it have kept.
+    """
+
+    num_tokens: int  # logits from here on are another variant's, and not read
+    uniform: float = 0.0  # the draw, from 0 to below 1
+    temperature: float = 1.0  # 0 takes the greatest logit
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    penalty: float = 1.0
+    seen: array[int] = field(default_factory=lambda: array("i"))  # each token once
+    biased: array[int] = field(default_factory=lambda: array("i"))  # tokens
+    biases: array[float] = field(default_factory=lambda: array("f"))  # what is added to their logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -241,6 +262,86 @@ def add_rows(
         if terms.left is not None and terms.right is not None:
             total = total + terms.left[own].float() @ terms.right.float() * scale
         output[rows] = total.to(output.dtype)
+
+
+# Weights that are added up at a time, in the order of the tokens.
+DRAW_BLOCK = 512
+
+
+def draw(
+    logits: Tensor,  # [rows, vocab] float32
+    draws: Sequence[Draw],
+) -> tuple[Tensor, Tensor]:  # [rows] int64 and float32, on the same device
+    """Compute `server.kernels.draw` in operations of torch on the whole batch, which read nothing on the host."""
+    device = logits.device
+    sizes = torch.tensor([one.num_tokens for one in draws], device=device)[:, None]
+    x = logits.masked_fill(torch.arange(logits.shape[1], device=device) >= sizes, -torch.inf)
+    for own, one in zip(x, draws, strict=True):
+        if one.biased:
+            biased = torch.tensor(one.biased, dtype=torch.long, device=device)
+            own.index_add_(0, biased, torch.tensor(one.biases, dtype=torch.float32, device=device))
+        if one.penalty != 1:
+            seen = torch.tensor(one.seen, dtype=torch.long, device=device)
+            own[seen] = torch.where(own[seen] < 0, own[seen] * one.penalty, own[seen] / one.penalty)
+    greatest, best = x.max(-1, keepdim=True)
+    best = torch.where(greatest.isfinite(), best, -1)
+    if all(one.temperature == 0 for one in draws):
+        return best[:, 0], greatest[:, 0]
+    uniform, temperature, top_k, top_p, min_p = torch.tensor(
+        [(one.uniform, one.temperature, one.top_k, one.top_p, one.min_p) for one in draws],
+        dtype=torch.float64,
+        device=device,
+    ).T[:, :, None]
+    weights = ((x - greatest) / temperature.clamp(min=1e-30).float()).exp()
+    keys = _keys(x)
+    least = _least_key(keys, torch.ones_like(weights), top_k.clamp(max=x.shape[1]))
+    kept = (weights * (keys >= least)).sum(-1, keepdim=True, dtype=torch.float64)
+    least = torch.maximum(least, _least_key(keys, weights, torch.where(top_p < 1, top_p * kept, 0.0)))
+    likely = torch.where(min_p > 0, greatest + temperature * min_p.log(), -torch.inf).float()
+    is_kept = (keys >= least) & (x >= likely) & (x > -torch.inf)
+    sums = nn.functional.pad(weights * is_kept, (0, -x.shape[1] % DRAW_BLOCK)).unflatten(-1, (-1, DRAW_BLOCK))
+    blocks = sums.sum(-1, dtype=torch.float64).cumsum(-1)
+    block = torch.searchsorted(blocks, uniform * blocks[:, -1:], right=True).clamp(max=blocks.shape[1] - 1)
+    before = blocks.gather(1, block) - sums.gather(1, block[..., None].expand(-1, -1, DRAW_BLOCK)).sum(
+        -1, dtype=torch.float64
+    )
+    inside = sums.gather(1, block[..., None].expand(-1, -1, DRAW_BLOCK))[:, 0].double().cumsum(-1)
+    place = torch.searchsorted(inside, uniform * blocks[:, -1:] - before, right=True)
+    # A sum in another order may end before the target: then the last kept token has it.
+    last = torch.where(inside == inside[:, -1:], 0, 1).sum(-1, keepdim=True)
+    token = block * DRAW_BLOCK + torch.minimum(place, last)
+    lowest = torch.where(is_kept, x, torch.inf).amin(-1, keepdim=True)
+    is_greedy = (temperature == 0) | ~greatest.isfinite()
+    return torch.where(is_greedy, best, token)[:, 0], torch.where(is_greedy, greatest, lowest)[:, 0]
+
+
+def score(
+    logits: Tensor,  # [rows, vocab] float32
+    tokens: Sequence[int],
+    num_top: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `server.kernels.score`."""
+    totals = logits.logsumexp(-1, keepdim=True)
+    wanted = torch.tensor(tokens, dtype=torch.long, device=logits.device)
+    best = logits.topk(min(num_top, logits.shape[1]))
+    return (logits.gather(1, wanted[:, None]) - totals)[:, 0], best.indices, best.values - totals
+
+
+def _keys(x: Tensor) -> Tensor:
+    """Return integers that order as the numbers do, int64."""
+    bits = (x + 0.0).view(torch.int32).long()
+    return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def _least_key(keys: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """Return the greatest key ``[rows, 1]`` down to which weights sum up to `target`, float64; the least one for 0."""
+    low = torch.full_like(target, -(1 << 31), dtype=torch.int64)
+    high = torch.full_like(low, 1 << 31)
+    for _ in range(33):
+        middle = (low + high) // 2
+        reaches = (weights * (keys >= middle)).sum(-1, keepdim=True, dtype=torch.float64) >= target
+        low, high = torch.where(reaches, middle, low), torch.where(reaches, high, middle)
+    return torch.where(target > 0, low, -(1 << 31))
 
 
 def _rows_of(table: Tensor, order: Tensor, ranges: Tensor) -> Iterator[tuple[int, int, Tensor]]:

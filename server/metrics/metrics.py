@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from operator import add
 from typing import TYPE_CHECKING
@@ -72,8 +72,19 @@ class RequestMetrics(MetricSet):
         self.tenant_rejections_total = self.labelled_counter(
             "tenant_rejections", "Requests that were refused", tenant=(), reason=()
         )
+        # Each process counts the kinds that it knows.
+        self.tenant_seconds_total = self.labelled_counter(
+            "tenant_seconds",
+            "Seconds of shared threads, by kind; no tenant is a caller without a valid key",
+            tenant=(),
+            kind=(),
+        )
         self.variant_requests_total = self.labelled_counter(
             "variant_requests", "Finished requests", variant=(BASE,), finish_reason=FINISH_REASONS
+        )
+        # Beside those by variant, which go with their variant.
+        self.finished_requests_total = self.labelled_counter(
+            "finished_requests", "Finished requests of all variants", finish_reason=FINISH_REASONS
         )
         self.e2e_request_latency_seconds = self.histogram(
             "e2e_request_latency_seconds", "From admission to the last token"
@@ -95,6 +106,7 @@ class RequestMetrics(MetricSet):
             total_s: since its admission.
         """
         self.e2e_request_latency_seconds.observe(total_s)
+        self.finished_requests_total.labels(finish_reason=reason).inc()
         self.variant_requests_total.labels(self.variant_label(owner, name), reason).inc()
 
     def variant_label(self, owner: str, name: str | None) -> str:
@@ -154,7 +166,19 @@ COUNTERS: Mapping[str, str] = {
     "prefix_cache_hits": "prefix_cache_hits",
     "gpu_prefix_cache_queries": "prefix_cache_queries",
     "gpu_prefix_cache_hits": "prefix_cache_hits",
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generation_tokens",
+    "num_preemptions": "preemptions",
 }
+# vLLM's histograms likewise, which its dashboard shows.
+HISTOGRAMS: Mapping[str, str] = {
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
+    "request_queue_time_seconds": "request_queue_seconds",
+}
+# vLLM's reasons for which a request is over, by those here.
+VLLM_REASONS: Mapping[str, str] = {"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"}
 # vLLM's counts of adapters: the label `level` of `variants_resident`, and the help text.
 COUNTS: Mapping[str, tuple[str, str]] = {
     "num_gpu_loaded_lora_adapters": ("device", "Deltas in slots"),
@@ -245,20 +269,32 @@ def vllm_families(families: Iterable[Family]) -> tuple[Family, ...]:
         _gauge(name, by_name[ours].documentation, by_name[ours].series[0].value)
         for name, ours in GAUGES.items()
     ]
-    counters = [_counter(name, by_name[ours]) for name, ours in COUNTERS.items()]
+    counters = [_renamed(name, by_name[ours]) for name, ours in (*COUNTERS.items(), *HISTOGRAMS.items())]
     resident = {series.labels[0]: series.value for series in by_name["variants_resident"].series}
     counts = [_gauge(name, text, resident[level]) for name, (level, text) in COUNTS.items()]
-    return (*gauges, *counters, *counts, _load_seconds(by_name["variant_load_seconds"]))
+    ended = _ended_requests(by_name["finished_requests"])
+    return (*gauges, *counters, ended, *counts, _load_seconds(by_name["variant_load_seconds"]))
 
 
 def _gauge(name: str, documentation: str, value: float) -> Family:
     return Family(VLLM_PREFIX + name, documentation, "gauge", COMMON_NAMES, (Series(COMMON_VALUES, value),))
 
 
-def _counter(name: str, ours: Family) -> Family:
+def _renamed(name: str, ours: Family) -> Family:
+    """Return a counter or a histogram with one series under vLLM's name."""
     (series,) = ours.series
-    shown = Series(COMMON_VALUES, series.value, (), series.created)
-    return Family(VLLM_PREFIX + name, ours.documentation, "counter", COMMON_NAMES, (shown,))
+    shown = Series(COMMON_VALUES, series.value, series.counts, series.created)
+    return Family(VLLM_PREFIX + name, ours.documentation, ours.type, COMMON_NAMES, (shown,), ours.bounds)
+
+
+def _ended_requests(ours: Family) -> Family:
+    """Return the number of requests that ended, by vLLM's reason."""
+    series = tuple(
+        Series((*COMMON_VALUES, VLLM_REASONS[each.labels[0]]), each.value, (), each.created)
+        for each in ours.series
+    )
+    labels = (*COMMON_NAMES, "finished_reason")
+    return Family(f"{VLLM_PREFIX}request_success", ours.documentation, "counter", labels, series)
 
 
 def _load_seconds(ours: Family) -> Family:
@@ -412,6 +448,8 @@ class Telemetry:
         self._num_waiting_for_capacity = by_reason.labels(reason="capacity")
         # Tokens that are not counted yet, by kind, the request's tenant, and the variant's tenant and name.
         self._num_tokens: Counter[tuple[str, str, str, str | None]] = Counter()
+        # Seconds that are not counted yet, by tenant and kind.
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         # Requests of each variant's name that wait, and those that run.
         self._waiting: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
@@ -484,6 +522,10 @@ class Telemetry:
         """Count tokens of a request; `kind` is ``prompt`` or ``generation``."""
         self._num_tokens[kind, request.tenant, _owner_of(request), request.name] += num_tokens
 
+    def seconds(self, tenant: str, kind: str, seconds: float) -> None:
+        """Count seconds of the engine's thread; `kind` is ``step`` or ``sample``."""
+        self._seconds[tenant, kind] += seconds
+
     def finished(self, request: Request, reason: str, total_s: float) -> None:
         """Record the end of a request and its tokens; `reason` is a FinishReason or ``error``."""
         self._count_tokens()
@@ -500,6 +542,9 @@ class Telemetry:
             metrics.variant_tokens_total.labels(metrics.variant_label(owner, name), kind).inc(number)
             metrics.tenant_tokens_total.labels(tenant, kind).inc(number)
         self._num_tokens.clear()
+        for (tenant, kind), seconds in self._seconds.items():
+            metrics.tenant_seconds_total.labels(tenant, kind).inc(seconds)
+        self._seconds.clear()
 
 
 def _owner_of(request: Request) -> str:

@@ -69,11 +69,12 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The shape of one token's keys and values in one layer."""
+    """The shape of one token's keys and values in one layer, and how many heads read them."""
 
     num_heads: int
     key_dim: int
     value_dim: int
+    num_query_heads: int
 
 
 class PagedAttention:
@@ -97,6 +98,11 @@ class PagedAttention:
         """Bytes of one token's keys and values in all layers."""
         size = torch.empty((), dtype=self._dtype).element_size()
         return size * sum(s.num_heads * (s.key_dim + s.value_dim) for s in self.shapes.values())
+
+    @property
+    def macs_per_context_token(self) -> int:
+        """Multiplications and additions with which one token attends to one before it, in all layers."""
+        return sum(s.num_query_heads * (s.key_dim + s.value_dim) for s in self.shapes.values())
 
     def allocate(self, num_pages: int) -> None:
         """Allocate the cache, all zeros. Frees an earlier one first."""
@@ -145,7 +151,7 @@ class PagedAttention:
             ``[1, tokens, heads, value_dim]``.
         """
         if self._metadata is None:
-            self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+            self.shapes[layer] = LayerShape(key.shape[1], key.shape[3], value.shape[3], query.shape[1])
             return _attend_uncached(query, key, value, params)
         keys, values = self._layers[layer]
         slot_mapping = self._metadata.slot_mapping

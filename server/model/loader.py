@@ -100,6 +100,7 @@ class ServedModel:
     device: torch.device
     max_positions: int  # tokens of the longest context
     weight_bytes: int
+    context_tokens: float  # to which attention takes as many multiplications as all else of a token
 
 
 def load_model(
@@ -122,6 +123,9 @@ def load_model(
     _check_going_on(stopping)
     weights = [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
     weight_bytes = sum(value.nbytes for value in model.parameters())
+    # An embedding is only looked up, and a prompt needs its head for one token.
+    num_ends = sum(len(weight) * weight.shape[1] for weight in _ends(model))
+    num_multiplied = sum(value.numel() for value in model.parameters()) - num_ends
     kernels.prepare(device, {(len(weight), weight.shape[1]) for weight in weights}, model.dtype)
     log.info("the base is read; checking that its deltas give the same tokens as merged weights")
     with torch.inference_mode(), short_windows(model):
@@ -143,9 +147,16 @@ def load_model(
         context,
         attention,
         device,
-        _max_positions(model.config.get_text_config()),
+        max_positions(model.config.get_text_config()),
         weight_bytes,
+        num_multiplied / attention.macs_per_context_token,
     )
+
+
+def _ends(model: PreTrainedModel) -> set[Tensor]:
+    """Return the weights of the embedding and of the head, which may be one."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {end.weight for end in ends if isinstance(end, (nn.Linear, nn.Embedding))}
 
 
 def _check_going_on(stopping: threading.Event) -> None:
@@ -163,7 +174,7 @@ def _check_paged(model: PreTrainedModel, attention: PagedAttention) -> None:
         )
 
 
-def _max_positions(config: Any) -> int:
+def max_positions(config: Any) -> int:
     """Return the longest context, in tokens, of a mixed batch.
 
     LongRoPE rotates all positions of a batch by one set of factors, which depends on the longest sequence. Contexts end

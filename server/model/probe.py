@@ -170,8 +170,10 @@ NUM_PAGES = 3
 WINDOW = 5
 # Relative errors may be this many times those of rounding. KL is quadratic in them.
 TOLERANCE = 3.0
-# Relative errors below this are always allowed. In 16-bit dtypes, the machine epsilon is larger and applies instead.
-MIN_ERROR = 1e-5
+# Relative errors below this are always allowed. A delta's product is a sum of inputs with signs, whose terms may cancel
+# where the reference's rank-one product does not: 12 layers of 768 channels in float32 reach 1.2e-5. In 16-bit dtypes,
+# the machine epsilon is larger and applies instead.
+MIN_ERROR = 1e-4
 # Size of the probe's delta, in units of each weight's standard deviation.
 DELTA_SHARE = 0.5
 # Standard deviation of the change of norm weights, which are around one, or around zero in ``1 + w`` forms.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import inspect
 import itertools
 import socket
@@ -14,6 +15,7 @@ import struct
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
@@ -35,6 +37,7 @@ class EngineConfig(Struct, frozen=True):
     page: str | None = None  # file of its StepPage; None: no other engine follows it
     suspects: tuple[Suspect, ...] = ()  # in the step in which the engine before it died
     version: str = VERSION
+    code: str | None = None  # the server's `code_digest`, for an engine that another Python runs
 
 
 class HttpProcessConfig(Struct, frozen=True):
@@ -49,12 +52,33 @@ class HttpProcessConfig(Struct, frozen=True):
 
 
 def check_version(config: EngineConfig | HttpProcessConfig) -> None:
-    """Exit with a message if the process that sent the configuration is of another version."""
+    """Exit with a message if the process that sent the configuration is of another version or has other code."""
+    code = config.code if isinstance(config, EngineConfig) else None
+    if code is not None and (config.version, code) != (VERSION, code_digest()):
+        sys.exit(
+            f"error: {sys.executable} has peraxis {VERSION} with code {code_digest()[:12]}, and the server is "
+            f"{config.version} with code {code[:12]}: install the server's build there, `{sys.executable} -m pip "
+            "install --force-reinstall --no-deps` of its wheel or checkout"
+        )
     if config.version != VERSION:
         sys.exit(
             f"error: a server of version {config.version} started a process of version {VERSION}, "
             "as after an upgrade: restart the server"
         )
+
+
+@cache
+def code_digest() -> str:
+    """Return a digest of the Python files that both sides of a protocol run, as they were at the first call.
+
+    Builds of one version may differ, as those of two commits do.
+    """
+    found, root = hashlib.sha256(), Path(__file__).parents[2]
+    for package in ("deltastore", "server"):
+        for path in sorted((root / package).rglob("*.py")):
+            content = path.read_bytes()
+            found.update(f"{path.relative_to(root)} {len(content)}\n".encode() + content)
+    return found.hexdigest()
 
 
 # Largest message in either direction; the metrics of all processes are the longest.

@@ -36,6 +36,7 @@ from server.protocol.messages import (
     Event,
     FinishEvent,
     ForgetVariants,
+    Header,
     Hello,
     LoadAction,
     LoadCall,
@@ -43,6 +44,7 @@ from server.protocol.messages import (
     MetricsAnswer,
     MetricsQuery,
     Outputs,
+    Pause,
     PinChanged,
     Progress,
     PromptEvent,
@@ -59,8 +61,9 @@ from server.protocol.messages import (
     Welcome,
     decode_engine_message,
     encode,
+    encode_header,
 )
-from server.protocol.request import Request
+from server.protocol.request import Request, TokenIds, token_ids_of
 
 OnEvent = Callable[[Event], None]
 
@@ -106,6 +109,9 @@ class EngineLink(Protocol):
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence, whose text holds a stop string. Tokens already computed may still come."""
 
+    def set_paused(self, request_id: str, is_paused: bool) -> None:
+        """Let a request whose events are not read wait outside the batch, or go on. A few events may still come."""
+
     def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
         """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
 
@@ -135,11 +141,12 @@ class _OpenRequest:
     on_event: OnEvent
     submitted_at: float
     first_mask: bytes | None
-    token_ids: dict[int, list[int]] = field(default_factory=dict)  # by sequence
+    token_ids: dict[int, TokenIds] = field(default_factory=dict)  # by sequence
     over: set[int] = field(default_factory=set)  # sequences that have ended
     # Of each sequence the mask that was sent last, behind its position.
     masks: dict[int, tuple[int, bytes | None]] = field(default_factory=dict)
     has_prompt: bool = False
+    is_paused: bool = False
     first_token_at: float | None = None
     lost_at: float | None = None  # since when nothing has come, because its engine has died
 
@@ -150,7 +157,7 @@ class _OpenRequest:
             case TokenEvent(index, token_id):
                 if self.first_token_at is None:
                     self.first_token_at = time.monotonic()
-                self.token_ids.setdefault(index, []).append(token_id)
+                self.token_ids.setdefault(index, token_ids_of(())).append(token_id)
             case FinishEvent(index):
                 self.over.add(index)
             case PromptEvent():
@@ -159,14 +166,14 @@ class _OpenRequest:
     def again(self) -> Submit:
         """Return the message with which another engine goes on."""
         sequences = tuple(map(self._progress, range(self.request.sampling_params.n)))
-        progress = Progress(sequences, self.has_prompt, self.first_token_at)
+        progress = Progress(sequences, self.has_prompt, self.first_token_at, self.is_paused)
         return Submit(self.request, self.submitted_at, self.first_mask, progress)
 
     def _progress(self, index: int) -> SequenceProgress:
-        token_ids = self.token_ids.get(index, [])
+        token_ids = self.token_ids.get(index, token_ids_of(()))
         position, bits = self.masks.get(index, (-1, None))
         return SequenceProgress(
-            tuple(token_ids),
+            token_ids,
             is_over=index in self.over,
             is_free=position >= 0 and bits is None,
             mask=bits if position == len(token_ids) else None,
@@ -240,7 +247,7 @@ class EngineClient:
         self._socket.set_hwm(MAX_WAITING_MESSAGES)
         self._socket.connect(address)
         self._loop.add_reader(self._socket.FD, self._receive)
-        self._send(Hello())
+        self._send(Hello(), Header())
 
     def disconnect(self, error: PeraxisError | None = None) -> None:
         """End the connection, if there is one, and every request and call with `error`, by default EngineRestarted."""
@@ -277,12 +284,20 @@ class EngineClient:
         self._quarantined = frozenset(versions)
 
     def _fail_late(self) -> None:
-        """End the requests that have waited too long for another engine."""
-        now = time.monotonic()
+        """End the requests that have waited too long for another engine, and look again at those that have not."""
+        now, waiting = time.monotonic(), list[float]()
         for request_id, request in list(self._requests.items()):
-            if request.lost_at is not None and now - request.lost_at >= self._resume_s:
-                self._send_surely(Cancel(request_id))
-                self._fail(request_id, _restarted())
+            if request.lost_at is None:
+                continue
+            left_s = request.lost_at + self._resume_s - now
+            if left_s > 0:
+                waiting.append(left_s)
+                continue
+            self._send_surely(Cancel(request_id), request.request.tenant)
+            self._fail(request_id, _restarted())
+        if waiting:
+            # The timer was early: a loop's clock is that of the turn in which it was set.
+            self._loop.call_later(min(waiting), self._fail_late)
 
     def _fail(self, request_id: str, error: PeraxisError) -> None:
         # An error of another request may have cancelled it just now.
@@ -322,25 +337,31 @@ class EngineClient:
         if request.version in self._quarantined:
             raise _quarantined(request)
         submit = Submit(request, time.monotonic(), first_mask)
-        self._send(submit)
+        self._send(submit, Header(request.tenant, request.id))
         self._requests[request.id] = _OpenRequest(request, on_event, submit.submitted_at, first_mask)
 
     def cancel(self, request_id: str) -> None:
         """End a request whose client is gone. Its events are dropped from now on."""
-        if self._requests.pop(request_id, None) is not None:
-            self._send_surely(Cancel(request_id))
+        if (request := self._requests.pop(request_id, None)) is not None:
+            self._send_surely(Cancel(request_id), request.request.tenant)
 
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence, whose text holds a stop string. Tokens already computed may still come."""
         if (request := self._requests.get(request_id)) is not None:
             request.over.add(index)
-            self._send_surely(StopSequence(request_id, index))
+            self._send_surely(StopSequence(request_id, index), request.request.tenant)
+
+    def set_paused(self, request_id: str, is_paused: bool) -> None:
+        """Let a request whose events are not read wait outside the batch, or go on. A few events may still come."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.is_paused = is_paused
+            self._send_surely(Pause(request_id, is_paused), request.request.tenant)
 
     def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
         """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
         if (request := self._requests.get(request_id)) is not None:
             request.masks[index] = position, bits
-            self._send_surely(Mask(request_id, index, position, bits))
+            self._send_surely(Mask(request_id, index, position, bits), request.request.tenant)
 
     def load(
         self, action: LoadAction, record: VersionRecord, max_pinned: int | None = None
@@ -360,7 +381,7 @@ class EngineClient:
             ArtifactError, VariantNotFound, VariantQuarantined: the delta cannot be loaded.
             QueueFull, EngineRestarted: no engine is ready.
         """
-        return self._call(lambda call_id: LoadCall(call_id, action, record, max_pinned))
+        return self._call(lambda call_id: LoadCall(call_id, action, record, max_pinned), record.tenant)
 
     async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
         """Return the state of each version, named by its label; without a ready engine all are on disk."""
@@ -409,30 +430,31 @@ class EngineClient:
             welcomed is not None and welcomed.done() and not welcomed.cancelled() and not welcomed.exception()
         )
 
-    def _call(self, message: Callable[[int], ClientMessage]) -> asyncio.Future[Any]:
+    def _call(self, message: Callable[[int], ClientMessage], tenant: str = "") -> asyncio.Future[Any]:
         answer = self._loop.create_future()
         call_id = next(self._call_ids)
         try:
             self.check_ready()
-            self._send(message(call_id))
+            self._send(message(call_id), Header(tenant))
         except PeraxisError as error:
             answer.set_exception(error)
         else:
             self._calls[call_id] = answer
         return answer
 
-    def _send_surely(self, message: ClientMessage) -> None:
+    def _send_surely(self, message: ClientMessage, tenant: str = "") -> None:
         try:
-            self._send(message)
+            self._send(message, Header(tenant))
         except QueueFull:
-            self._loop.call_later(RETRY_S, self._send_surely, message)
+            self._loop.call_later(RETRY_S, self._send_surely, message, tenant)
 
-    def _send(self, message: ClientMessage) -> None:
+    def _send(self, message: ClientMessage, header: Header) -> None:
+        """Send a message. The engine takes those of one tenant in their order, and tenants in turns."""
         if self._socket is None:
             return
         raw = encode(message)
         try:
-            self._socket.send(raw, zmq.NOBLOCK)
+            self._socket.send_multipart([encode_header(header), raw], zmq.NOBLOCK)
         except zmq.Again:
             raise QueueFull("the engine has not read its messages for long: try again in a moment") from None
         # Sending may use up the signal of the file descriptor that a message has come.
@@ -484,7 +506,10 @@ class EngineClient:
             try:
                 if not is_same_base:
                     raise _restarted()
-                self._send(request.again())
+                self._send(request.again(), Header(request.request.tenant))
+                if request.is_paused:
+                    # No event of it will come until its client reads.
+                    request.lost_at = None
             except PeraxisError as error:
                 self._fail(request_id, error)
         if self._requests:

@@ -6,8 +6,9 @@ name, its message and its field.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any, Literal, cast
 
@@ -19,7 +20,7 @@ from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, InvalidRequest, RateLimited
 from server.metrics.instruments import Snapshot
-from server.protocol.request import Request
+from server.protocol.request import Request, TokenIds, token_ids_of
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -68,6 +69,7 @@ class DoneEvent(Struct, frozen=True, array_like=True, tag=True):
     """The last event of a request that was answered."""
 
     timings: Timings
+    num_cached: int = 0  # tokens of the prompt that were not computed, because the prefix cache had them
 
 
 class ErrorEvent(Struct, frozen=True, array_like=True, tag=True):
@@ -97,7 +99,7 @@ class Hello(Struct, frozen=True, tag=True):
 class SequenceProgress(Struct, frozen=True, array_like=True):
     """The part of one sequence that has come to its client from an engine that died."""
 
-    token_ids: tuple[int, ...] = ()
+    token_ids: TokenIds = msgspec.field(default_factory=partial(token_ids_of, ()))
     is_over: bool = False  # it has ended, or the client wants no more of it
     is_free: bool = False  # its constraint has ended
     mask: bytes | None = None  # for its next token, if it has come
@@ -109,6 +111,7 @@ class Progress(Struct, frozen=True):
     sequences: tuple[SequenceProgress, ...]  # all `n`
     has_prompt: bool  # the PromptEvent has come
     first_token_at: float | None  # time.monotonic(); None before the first token
+    is_paused: bool = False
 
 
 class Submit(Struct, frozen=True, tag=True):
@@ -131,6 +134,13 @@ class StopSequence(Struct, frozen=True, tag=True):
 
     request_id: str
     index: int
+
+
+class Pause(Struct, frozen=True, tag=True):
+    """Let a request whose events are not read wait without rows and pages, or go on; unknown ids are ignored."""
+
+    request_id: str
+    is_paused: bool
 
 
 class Mask(Struct, frozen=True, tag=True):
@@ -188,6 +198,7 @@ ClientMessage = (
     | Submit
     | Cancel
     | StopSequence
+    | Pause
     | Mask
     | LoadCall
     | ResidencyQuery
@@ -198,6 +209,15 @@ ClientMessage = (
 )
 
 
+class Header(Struct, frozen=True, array_like=True):
+    """The part of a client's message that the engine reads when it comes; the message itself waits for its turn."""
+
+    # Its messages are read in their order; empty for those of no tenant.
+    tenant: str = ""
+    # The request that it brings, if it can be refused unread; not one that another engine has admitted.
+    refusable: str | None = None
+
+
 class EngineFacts(Struct, frozen=True):
     """Facts that requests and uploads need, and that do not change while the engine runs."""
 
@@ -205,6 +225,8 @@ class EngineFacts(Struct, frozen=True):
     max_model_len: int  # most tokens of prompt and output together
     slot_bytes: int  # no delta may be larger
     num_slots: int
+    # Of the prefix cache, for the hashes that come with requests; None if the engine takes none.
+    page_tokens: int | None = None
 
 
 class Welcome(Struct, frozen=True, tag=True):
@@ -304,6 +326,8 @@ EngineMessage = (
 def _to_plain(value: object) -> object:
     if isinstance(value, PeraxisError):
         return type(value).__name__, str(value), value.public, getattr(value, "param", None)
+    if isinstance(value, array):
+        return memoryview(value).cast("B")
     raise NotImplementedError(f"{type(value).__name__} cannot be sent to another process")
 
 
@@ -311,13 +335,18 @@ def _from_plain(kind: type, value: Any) -> object:
     if issubclass(kind, PeraxisError):
         name, message, public, param = value
         error = _errors().get(name, PeraxisError)
-        if error is InvalidRequest or error is RateLimited:
+        if issubclass(error, (InvalidRequest, RateLimited)):
             return error(message, param)
         return error(message, public=public)
+    if kind is array:
+        ids = token_ids_of(())
+        ids.frombytes(value)
+        return ids
     raise NotImplementedError(f"{kind.__name__} cannot be received")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_headers = msgspec.msgpack.Decoder(Header)
 # A decoder of a union has no static type.
 _client_messages: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
     cast(Any, ClientMessage), dec_hook=_from_plain
@@ -339,6 +368,19 @@ def encode(message: ClientMessage | EngineMessage) -> bytes:
             f"the request takes {len(raw)} bytes for the engine, more than {MAX_MESSAGE_BYTES}: send a shorter one"
         )
     return raw
+
+
+def encode_header(header: Header) -> bytes:
+    """Encode the header of a client's message."""
+    return _encoder.encode(header)
+
+
+def decode_header(raw: bytes) -> Header:
+    """Decode the header of a client's message; raise EngineFailed if it is none of this version."""
+    try:
+        return _headers.decode(raw)
+    except msgspec.DecodeError as error:
+        raise EngineFailed(f"a message to the engine has no header: {error}") from error
 
 
 def decode_client_message(raw: bytes) -> ClientMessage:

@@ -38,6 +38,7 @@ from server.protocol.messages import (
     LoadCall,
     Mask,
     Outputs,
+    Pause,
     PinChanged,
     ResidencyAnswer,
     ResidencyQuery,
@@ -148,7 +149,7 @@ class EngineReplica:
                 self._open -= Counter({version: 1})
 
     async def tell(self, messages: list[bytes], route: Route | None = None) -> bool:
-        """Act on StopSequence, Mask and ForgetVariants messages, in their order.
+        """Act on StopSequence, Pause, Mask and ForgetVariants messages, in their order.
 
         Returns:
             False, and nothing is done, if the call must reach another replica: the deployment has a router that knows
@@ -160,6 +161,8 @@ class EngineReplica:
             match message:
                 case StopSequence(request_id, index):
                     self._client.stop_sequence(request_id, index)
+                case Pause(request_id, is_paused):
+                    self._client.set_paused(request_id, is_paused)
                 case Mask(request_id, index, position, bits):
                     self._client.send_mask(request_id, index, position, bits)
                 case ForgetVariants(labels):

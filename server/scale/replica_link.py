@@ -33,6 +33,7 @@ from server.protocol.messages import (
     LoadCall,
     Mask,
     Outputs,
+    Pause,
     PinChanged,
     ResidencyAnswer,
     ResidencyQuery,
@@ -93,6 +94,7 @@ class _OpenRequest:
     answering: asyncio.Task[None]
     outbox: Mailbox[bytes] | None = None  # to its replica, once one has taken it
     has_events: bool = False
+    is_paused: bool = False
 
 
 class ReplicaLink:
@@ -169,6 +171,12 @@ class ReplicaLink:
     def stop_sequence(self, request_id: str, index: int) -> None:
         """End one sequence. Tokens already computed may still come."""
         self._tell(request_id, StopSequence(request_id, index))
+
+    def set_paused(self, request_id: str, is_paused: bool) -> None:
+        """Let a request whose events are not read wait outside the batch, or go on. A few events may still come."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.is_paused = is_paused
+            self._tell(request_id, Pause(request_id, is_paused))
 
     def send_mask(self, request_id: str, index: int, position: int, bits: bytes | None) -> None:
         """Send the mask for the next token of a sequence that has `position` tokens; None ends its constraint."""
@@ -253,7 +261,7 @@ class ReplicaLink:
                 "max_pinned",
             )
 
-    def _tell(self, request_id: str, message: StopSequence | Mask) -> None:
+    def _tell(self, request_id: str, message: StopSequence | Pause | Mask) -> None:
         request = self._requests.get(request_id)
         # Without a replica the request has no event that a message could follow.
         if request is not None and request.outbox is not None:
@@ -284,6 +292,8 @@ class ReplicaLink:
                 request = self._requests[request_id]
                 if request.outbox is None:
                     request.outbox = self._outbox(Route(route.version, raw.decode()))
+                    if request.is_paused:
+                        self._tell(request_id, Pause(request_id, is_paused=True))
                     continue
                 message = decode_engine_message(raw)
                 assert isinstance(message, Outputs)

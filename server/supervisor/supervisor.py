@@ -34,7 +34,7 @@ from server.processes import (
     urls_of,
     with_backend,
 )
-from server.protocol.control import EngineConfig, EngineLost, EngineStarted
+from server.protocol.control import EngineConfig, EngineLost, EngineStarted, code_digest
 from server.protocol.engine_client import EngineClient
 from server.protocol.step_page import Record, Suspect, read_record
 from server.registry_calls import RegistryCalls, open_registry, probe
@@ -171,7 +171,7 @@ class EngineKeeper:
         """Return the error of a first engine that ended without a word."""
         python, hint = self._settings.engine_python, ""
         if python is not None:
-            hint = f"; {python} must have vLLM, its plugin and this version of peraxis, or serve with --backend native"
+            hint = f"; {python} must have vLLM, its plugin and this build of peraxis, or serve with --backend native"
         return EngineFailed(
             f"the engine has ended with {exit_of(code)} before it had loaded the base: its last lines say why{hint}"
         )
@@ -201,10 +201,15 @@ class EngineKeeper:
         self._has_pinned = False
         address = f"ipc://{self._directory}/engine-{self._num_started}"
         suspects = tuple(self._suspicion.suspects.values())
-        config = EngineConfig(
-            self._settings.model_dump_json(), address, os.getpid(), str(self._page), suspects
-        )
         own = self._settings.engine_python if self._settings.backend == "vllm" else None
+        config = EngineConfig(
+            self._settings.model_dump_json(),
+            address,
+            os.getpid(),
+            str(self._page),
+            suspects,
+            code=None if own is None else code_digest(),
+        )
         python = sys.executable if own is None else str(own)
         process = await ChildProcess.start("server.engine.main", config, python=python)
         watching: asyncio.Task[None] | None = None

@@ -16,7 +16,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -43,6 +43,8 @@ KEY = re.compile(rf"pxk_({KEY_ID.pattern})_([0-9a-f]{{64}})")
 ID_BYTES, SECRET_BYTES = 6, 32
 # Compared with the secret of an unknown key, so that its refusal takes as long as that of a known one.
 NO_SECRET = "0" * 64
+# Requests with unknown keys that wait for a reading at a time.
+MAX_WAITING = 64
 
 Moment = Annotated[datetime, Meta(tz=True)]
 
@@ -91,9 +93,13 @@ class KeyStore:
     ) -> None:
         files = record_files(registry, "keys", storage)
         self._directory = RecordDirectory(files, KeyRecord, KEY_ID, calls)
+        self._num_waiting = 0
 
     async def caller(self, text: str) -> Caller:
         """Return the caller that a key authenticates. Event loop only; a known key takes microseconds.
+
+        An unknown one waits for the next reading, because another process may have just made it. When `MAX_WAITING`
+        wait, it is refused from the last one.
 
         Raises:
             InvalidApiKey: the key is malformed, unknown, revoked or expired.
@@ -104,13 +110,29 @@ class KeyStore:
         key_id, secret = parts.groups() if parts else ("", "")
         record = _authentic((await self._directory.current()).get(key_id), secret)
         if record is None and parts:
-            # Another process may have just made it. Also for a known id, so that its refusal takes no less time.
-            record = _authentic((await self._directory.latest()).get(key_id), secret)
+            # Also for a known id, so that its refusal takes no less time.
+            record = _authentic((await self._read_again()).get(key_id), secret)
         if record is None:
             raise InvalidApiKey("the API key is not valid here: check it, or ask the operator for a new one")
         if record.is_expired():
             raise InvalidApiKey(f"the API key {key_id} has expired: ask the operator for a new one")
         return Caller(Tenant(record.tenant), frozenset(record.roles), key_id)
+
+    def known_tenant(self, text: str) -> str | None:
+        """Return the tenant of a key that was valid at the last reading; None for any other. Waits for nothing."""
+        parts = KEY.fullmatch(text)
+        key_id, secret = parts.groups() if parts else ("", "")
+        record = _authentic(self._directory.known.get(key_id), secret)
+        return None if record is None or record.is_expired() else record.tenant
+
+    async def _read_again(self) -> Mapping[str, KeyRecord]:
+        if self._num_waiting >= MAX_WAITING:
+            return self._directory.last_read()
+        self._num_waiting += 1
+        try:
+            return await self._directory.latest()
+        finally:
+            self._num_waiting -= 1
 
     async def check_stands(self, key_id: str) -> None:
         """Check again a key that a call began with. Event loop only.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from deltastore.errors import RegistryUnavailable, UsageError
+from deltastore.errors import UsageError
 from deltastore.registry.claims import is_bucket
 from deltastore.registry.records import NAME, is_name
 from server.errors import QueueFull
@@ -97,52 +96,35 @@ log = logging.getLogger(__name__)
 
 MAX_VARIANTS = 10_000
 MAX_VERSIONS = 1_000
-# Share of the volume that a tenant's artifacts may fill.
-VOLUME_PART = 0.5
+MAX_STORED_VERSIONS = 20_000
 
 
 def with_default_limits(settings: Settings) -> Settings:
-    """Return the settings of a server with its default limits complete, and log them; without keys, as they are.
-
-    The registry's directory must exist.
-
-    Raises:
-        RegistryUnavailable: the size of its volume cannot be read.
-    """
+    """Return the settings of a server with its default limits complete, and log them; without keys, as they are."""
     if settings.auth != "keys":
         return settings
-    limits = completed(settings.default_limits, _volume_bytes(settings.registry))
-    given = ", ".join(f"{name} {value}" for name, value in plain(limits).items() if value is not None)
-    unlimited = [name for name, value in plain(limits).items() if value is None and name != "max_pinned"]
-    if limits.max_pinned is None:
-        given += ", max_pinned half of the slots"
+    limits = completed(settings.default_limits)
+    shares = {"max_pinned": "half of the slots"}
+    if not is_bucket(settings.registry):
+        shares["max_stored_bytes"] = "as many as are left free"
+    shown = {name: shares.get(name) if value is None else value for name, value in plain(limits).items()}
+    given = ", ".join(f"{name} {value}" for name, value in shown.items() if value is not None)
+    unlimited = [name for name, value in shown.items() if value is None]
     log.info(
         "limits of tenants without their own: %s; not limited: %s", given, ", ".join(unlimited) or "nothing"
     )
     return settings.model_copy(update={"default_limits": limits})
 
 
-def completed(given: TenantLimits, volume_bytes: int | None) -> TenantLimits:
-    """Return the limits that were given, and the defaults of those of storage that were not.
-
-    Args:
-        given: by the operator.
-        volume_bytes: the size of the registry's volume; None if it has no size, as a bucket.
-    """
-    stored = None if volume_bytes is None else int(volume_bytes * VOLUME_PART)
-    defaults = {"max_variants": MAX_VARIANTS, "max_versions": MAX_VERSIONS, "max_stored_bytes": stored}
+def completed(given: TenantLimits) -> TenantLimits:
+    """Return the limits that the operator gave, and the defaults of those of storage that were not given."""
+    defaults = {
+        "max_variants": MAX_VARIANTS,
+        "max_versions": MAX_VERSIONS,
+        "max_stored_versions": MAX_STORED_VERSIONS,
+    }
     missing = {name: value for name, value in defaults.items() if getattr(given, name) is None}
     return msgspec.structs.replace(given, **missing)
-
-
-def _volume_bytes(registry: str) -> int | None:
-    if is_bucket(registry):
-        return None
-    try:
-        volume = os.statvfs(registry)
-    except OSError as error:
-        raise RegistryUnavailable(f"{registry}: {error.strerror}: check its volume") from error
-    return volume.f_blocks * volume.f_frsize
 
 
 WINDOW_S = 60

@@ -18,6 +18,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from deltastore.errors import PeraxisError
 from deltastore.registry.claims import is_bucket
 from deltastore.registry.directory.files import DirectoryFiles
 from deltastore.registry.storage import Storage, explained
@@ -123,11 +124,17 @@ class RecordDirectory(Generic[R]):
         self._looked_at = float("-inf")  # when the last look began that has ended, also one that failed
         self._changed_at = float("-inf")  # the last change by this object
         self._looking: asyncio.Task[None] | None = None
+        self._failure: PeraxisError | None = None  # of the last look that has ended
 
     @property
     def damaged(self) -> frozenset[str]:
         """The names of records that were left out when they were read last."""
         return frozenset(self._last.versions.keys() - self._last.records.keys())
+
+    @property
+    def known(self) -> Mapping[str, R]:
+        """The records that were read last, however long ago."""
+        return self._last.records
 
     async def current(self) -> Mapping[str, R]:
         """Return all records with the changes by this object, and those by others that are older than `FRESH_S`.
@@ -156,6 +163,16 @@ class RecordDirectory(Generic[R]):
                 await asyncio.sleep(max(0.0, self._looked_at + self._reread_s - time.monotonic()))
             # Cancelling one of those that wait must not cancel the look.
             await asyncio.shield(self._look())
+        return self._last.records
+
+    def last_read(self) -> Mapping[str, R]:
+        """Return the records that were read last, without waiting.
+
+        Raises:
+            RegistryUnavailable: the look after them has failed.
+        """
+        if self._failure is not None:
+            raise self._failure
         return self._last.records
 
     def read(self) -> Mapping[str, R]:
@@ -203,6 +220,10 @@ class RecordDirectory(Generic[R]):
         begun = time.monotonic()
         try:
             await self._calls.run(self.read, None)
+            self._failure = None
+        except PeraxisError as error:
+            self._failure = error
+            raise
         finally:
             self._looked_at = begun
 

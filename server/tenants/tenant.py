@@ -65,8 +65,10 @@ class TenantLimits(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     # Requests between their admission and their end, those whose prompts are being tokenized included.
     max_running: Positive | None = None
     max_uploads: Positive | None = None  # under way
-    # Counts each artifact with a live version once, and uploads under way.
+    # Counts each artifact with a live version once, and uploads under way. None is as many as the tenant leaves free on
+    # the registry's volume, and unlimited in a bucket.
     max_stored_bytes: Natural | None = None
+    max_stored_versions: Natural | None = None  # live ones of all variants together
     max_variants: Natural | None = None  # with a live version
     max_versions: Positive | None = None  # live ones of one variant
     max_pinned: Natural | None = None  # versions

@@ -107,11 +107,12 @@ class IncrementalDetokenizer:
 
     Args:
         stop: strings that end the sequence.
+        shows_stop: the one that ends it is shown.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], shows_stop: bool = False) -> None:
         self._window = Window()
-        self._stops = StopMatcher(stop)
+        self._stops = StopMatcher(stop, shows_stop)
         self._stopped = False
         self._is_last = False
 
@@ -146,7 +147,7 @@ class VisibleText(Struct, frozen=True):
     Args:
         texts: one per token, up to the token that completed a stop string.
         tail: what was held back before the last token of the sequence.
-        stopped: a stop string was completed; it is in no text, nor is the text behind it.
+        stopped: a stop string was completed; the text behind it is in no text, nor is the string unless it is shown.
     """
 
     texts: tuple[str, ...]
@@ -160,7 +161,8 @@ class StopMatcher:
     It keeps the length of each stop string's longest prefix that ends the text so far, and never reads text twice.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
+    def __init__(self, stop: tuple[str, ...], shows_stop: bool = False) -> None:
+        self._shows_stop = shows_stop
         self._stop = [(each, _shorter_prefixes(each)) for each in stop]
         self._matched = [0] * len(stop)  # characters of each that end the text so far
         self._held = ""
@@ -168,19 +170,20 @@ class StopMatcher:
     def push(self, text: str) -> tuple[str, bool]:
         """Add text. Return the text that can be shown and whether a stop string was completed.
 
-        A stop string is never shown, nor is the text behind it.
+        Text behind a stop string is never shown, nor is the string itself, unless the matcher was told to show it.
         """
         if not self._stop:
             return text, False
-        first: int | None = None
+        first: tuple[int, int] | None = None
         for number, (stop, shorter) in enumerate(self._stop):
             end, self._matched[number] = _advance_match(stop, shorter, self._matched[number], text)
             if end is not None:
                 start = len(self._held) + end - len(stop)
-                first = start if first is None else min(first, start)
+                found = start, start + len(stop)
+                first = found if first is None else min(first, found)
         self._held += text
         if first is not None:
-            shown, self._held = self._held[:first], ""
+            shown, self._held = self._held[: first[self._shows_stop]], ""
             return shown, True
         split = len(self._held) - max(self._matched)
         shown, self._held = self._held[:split], self._held[split:]

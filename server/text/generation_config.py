@@ -14,11 +14,11 @@ from typing import Any
 from transformers import GenerationConfig
 
 from deltastore.errors import ArtifactError, CheckpointError
+from deltastore.format.files import GENERATION_FILE
 from deltastore.format.header import parse_json
-from deltastore.format.manifest import GENERATION_FILE
 from server.errors import InvalidRequest
 from server.protocol.request import GenerationRules, SamplingParams
-from server.text.tokenizer import failures_as
+from server.text.failures import failures_as
 
 # A model has a few end tokens.
 MAX_EOS_TOKENS = 1024

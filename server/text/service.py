@@ -11,26 +11,26 @@ import asyncio
 import hashlib
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, TypeVarTuple
 
 from deltastore.errors import ArtifactError, NotServable
-from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
+from deltastore.format.files import GENERATION_FILE, is_tokenizer_file
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.verified_object import Sink, read_files
-from server.errors import InvalidRequest
-from server.fairness import FairLimiter, Share, tenant_of
+from server.fairness import FairCache, FairLimiter, Share, tenant_of
+from server.loop_ledger import timed_on_thread
 from server.registry_calls import RegistryCalls
+from server.text.chat_template import DEFAULT, Conversation, choose, render
 from server.text.detokenizer import NewText, NewTokens
 from server.text.generation_config import Generation, base_generation, read_generation
-from server.text.tokenizer import NO_BASE_TEMPLATE, NO_TEMPLATE, Conversation, LoadedTokenizer, render
+from server.text.tokenizer import NO_BASE_TEMPLATE, NO_TEMPLATE, LoadedTokenizer
 from server.text.worker_tasks import (
     MODEL_CONFIG_FILE,
     TEMPLATE_FILE,
@@ -39,14 +39,16 @@ from server.text.worker_tasks import (
     check_size,
     content_key,
     digests_of,
+    is_template,
     probe,
     read_tokenizer_files,
     with_tokenizer,
-    without_template,
+    without_templates,
+    write_file,
 )
 from server.workers.pool import WORK_LIMITS, VariantWork, WorkerPool
 
-# Versions at a time, each with at most 174 MiB in files: they fit into a temporary directory of 1 GB, beside those of
+# Versions at a time, each with at most 182 MiB in files: they fit into a temporary directory of 1 GB, beside those of
 # two uploads that are checked.
 NUM_STAGED = 3
 MAX_WAITING_READS = 64
@@ -59,16 +61,16 @@ class StagedVersion:
     Args:
         directory: the tokenizer files and the base's model config; None if only the template may differ.
         key: the name of the tokenizer files' content; None if the base's tokenizer serves.
-        template: the chat template of a version that the base's tokenizer serves; None if it has none.
-        is_base_template: the chat template is the base's, whatever `template` says.
+        templates: files of the chat templates of a version that the base's tokenizer serves.
+        has_base_templates: the chat templates are the base's, whatever `templates` says.
         generation: the generation config; None if it is the base's.
         shapes: shapes of tensors that differ from the base's.
     """
 
     directory: tempfile.TemporaryDirectory[str] | None
     key: str | None
-    template: bytes | None
-    is_base_template: bool
+    templates: Mapping[str, bytes]
+    has_base_templates: bool
     generation: bytes | None
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -105,7 +107,7 @@ class Staging:
         self.base_dir = base_dir
         self._registry = registry
         self._calls = calls
-        self._base_digests = digests_of(without_template(read_tokenizer_files(base_dir)))
+        self._base_digests = digests_of(without_templates(read_tokenizer_files(base_dir)))
         self._limiter = FairLimiter(
             NUM_STAGED, 1, MAX_WAITING_READS, NUM_STAGED - 1 if several_tenants else None
         )
@@ -160,21 +162,22 @@ class Staging:
 
             def take(name: str, num_bytes: int) -> AbstractContextManager[Sink] | None:
                 check_size(name, num_bytes, record.label)
-                if name == TEMPLATE_FILE or name not in TOKENIZER_FILES:
+                if is_template(name) or not is_tokenizer_file(name):
                     return None
                 return _written(path / name, digests)
 
             found = read_files(self._registry, record, take)
-            template, generation = found.files.get(TEMPLATE_FILE), found.files.get(GENERATION_FILE)
+            templates = {name: content for name, content in found.files.items() if is_template(name)}
+            generation = found.files.get(GENERATION_FILE)
             if digests in ({}, self._base_digests):
                 directory.cleanup()
-                is_base_template = template is None and not digests
-                return StagedVersion(None, None, template, is_base_template, generation, found.shapes)
-            if template is not None:
-                (path / TEMPLATE_FILE).write_bytes(template)
-                digests |= digests_of({TEMPLATE_FILE: template})
+                has_base_templates = not templates and not digests
+                return StagedVersion(None, None, templates, has_base_templates, generation, found.shapes)
+            for name, content in templates.items():
+                write_file(path, name, content)
+            digests |= digests_of(templates)
             shutil.copy(self.base_dir / MODEL_CONFIG_FILE, path)
-            return StagedVersion(directory, content_key(digests), None, False, generation, found.shapes)
+            return StagedVersion(directory, content_key(digests), {}, False, generation, found.shapes)
         except BaseException:
             directory.cleanup()
             raise
@@ -252,7 +255,7 @@ class LocalTokenizer:
     async def _run_on_thread(self, started: asyncio.Event, share: Share, call: Callable[[], T]) -> T:
         async with self._limiter.permit(share):
             started.set()
-            return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, timed_on_thread(call))
 
     def close(self) -> None:
         """Drop texts that wait for a thread."""
@@ -271,13 +274,13 @@ class TextFacts:
     Args:
         num_embeddings: rows of the embedding; token ids are below it.
         key: the name of its own tokenizer's content; None if the base's tokenizer serves.
-        template: the chat template, if the base's tokenizer serves.
+        templates: the chat templates by name, if the base's tokenizer serves.
     """
 
     num_embeddings: int
     generation: Generation
     key: str | None
-    template: str | None
+    templates: Mapping[str, str]
 
 
 class VariantText:
@@ -324,10 +327,10 @@ class VariantText:
         """
         if self._facts.key is not None:
             return await self._in_worker(LoadedTokenizer.render_chat, conversation, max_tokens)
-        if self._facts.template is None:
-            raise InvalidRequest(NO_BASE_TEMPLATE if self._record is None else NO_TEMPLATE, "messages")
+        none = NO_BASE_TEMPLATE if self._record is None else NO_TEMPLATE
+        template = choose(self._facts.templates, conversation, none)
         variables = self._base.loaded.template_variables
-        text = await self._work.run(render, self._facts.template, conversation, variables)
+        text = await self._work.run(render, template, conversation, variables)
         special = conversation.add_special_tokens
         return await self._run(len(text), LoadedTokenizer.encode, text, max_tokens, special, "messages")
 
@@ -383,27 +386,26 @@ class VariantText:
             work: the share of a pool; None is that of the variant's other text.
         """
         work = work or self._work
-        key, label = self.tokenizer_key, self._work.label
+        key, label, owner = self.tokenizer_key, self._work.label, tenant_of(self._work.share)
         try:
-            return await work.run(with_tokenizer, key, None, label, warm, ())
+            return await work.run(with_tokenizer, key, None, owner, label, warm, ())
         except NotLoaded:
             if self._facts.key is None or self._record is None:
-                return await work.load(with_tokenizer, key, self._staging.base_dir, label, cold, ())
+                return await work.load(with_tokenizer, key, self._staging.base_dir, owner, label, cold, ())
             async with self._staging.staged(self._record, self._work.share) as staged:
-                return await work.load(with_tokenizer, key, staged.path, label, cold, ())
+                return await work.load(with_tokenizer, key, staged.path, owner, label, cold, ())
 
     async def _in_worker(self, function: Callable[[LoadedTokenizer, *Ts], T], *args: *Ts) -> T:
         """Call a function of the variant's own tokenizer; send its files to a worker that lacks them."""
         key, record = self._facts.key, self._record
         assert key is not None
         assert record is not None
+        owner, label = tenant_of(self._work.share), self._work.label
         try:
-            return await self._work.run(with_tokenizer, key, None, self._work.label, function, args)
+            return await self._work.run(with_tokenizer, key, None, owner, label, function, args)
         except NotLoaded:
             async with self._staging.staged(record, self._work.share) as staged:
-                return await self._work.load(
-                    with_tokenizer, key, staged.path, self._work.label, function, args
-                )
+                return await self._work.load(with_tokenizer, key, staged.path, owner, label, function, args)
 
 
 def _num_chars(ids: Sized) -> int:
@@ -421,6 +423,8 @@ MAX_WORKS = 4096
 
 class TextService:
     """Texts of the base and of variants. Facts of a variant are read once, and kept by digest within a bound of bytes.
+
+    They count for the tenant that had them read, which loses its own if it holds more than others.
 
     Args:
         base_dir: the base's checkpoint, whose files are trusted.
@@ -452,11 +456,11 @@ class TextService:
         except ArtifactError as error:
             raise NotServable(str(error)) from error
         self._base = LocalTokenizer(loaded, several_tenants)
-        self._base_facts = TextFacts(num_embeddings, generation, None, loaded.chat_template)
+        self._base_facts = TextFacts(num_embeddings, generation, None, loaded.chat_templates)
         self._staging = Staging(base_dir, registry, calls, several_tenants)
-        self._facts: OrderedDict[str, TextFacts] = OrderedDict()
+        self._facts: FairCache[str, TextFacts] = FairCache(CACHE_BYTES)
         self._reading = SingleFlight()
-        self._works: OrderedDict[tuple[str, str], VariantWork] = OrderedDict()
+        self._works: FairCache[tuple[str, str], VariantWork] = FairCache(MAX_WORKS)
 
     async def of(self, record: VersionRecord | None, tenant: str) -> VariantText:
         """Return the text of a version, or of the base; reads the version's object if its facts are not cached.
@@ -479,9 +483,7 @@ class TextService:
             # Read once per tenant and version: errors name the version, and the time is the tenant's.
             key = (tenant, record.label)
             facts = await self._reading.run(key, lambda: self._read(record, work))
-            self._keep(record.digest, facts)
-        else:
-            self._facts.move_to_end(record.digest)
+            self._facts.put(record.digest, facts, tenant, _num_bytes(facts))
         return VariantText(facts, self._base, work, self._staging, record)
 
     def close(self) -> None:
@@ -490,12 +492,11 @@ class TextService:
 
     def _work(self, tenant: str, digest: str | None, label: str) -> VariantWork:
         key = (tenant, label)
-        if key not in self._works:
-            self._works[key] = VariantWork(self._pool, (tenant, digest), label)
-            if len(self._works) > MAX_WORKS:
-                self._works.popitem(last=False)
-        self._works.move_to_end(key)
-        return self._works[key]
+        work = self._works.get(key)
+        if work is None:
+            work = VariantWork(self._pool, (tenant, digest), label)
+            self._works.put(key, work, tenant)
+        return work
 
     async def _read(self, record: VersionRecord, work: VariantWork) -> TextFacts:
         async with self._staging.staged(record, work.share) as staged:
@@ -505,21 +506,20 @@ class TextService:
             if staged.generation is not None:
                 generation = await work.run(read_generation, staged.generation, record.label, num_embeddings)
             if staged.key is not None:
-                await work.load(with_tokenizer, staged.key, staged.path, record.label, probe, ())
-            return TextFacts(num_embeddings, generation, staged.key, self._template(staged, record.label))
+                owner = tenant_of(work.share)
+                await work.load(with_tokenizer, staged.key, staged.path, owner, record.label, probe, ())
+            return TextFacts(num_embeddings, generation, staged.key, self._templates(staged, record.label))
 
-    def _template(self, staged: StagedVersion, where: str) -> str | None:
-        if staged.is_base_template:
-            return self._base_facts.template
+    def _templates(self, staged: StagedVersion, where: str) -> Mapping[str, str]:
+        if staged.has_base_templates:
+            return self._base_facts.templates
         try:
-            return None if staged.template is None else staged.template.decode()
+            return {
+                DEFAULT if name == TEMPLATE_FILE else PurePosixPath(name).stem: content.decode()
+                for name, content in staged.templates.items()
+            }
         except UnicodeDecodeError as error:
             raise ArtifactError(f"{where}: its chat template is not UTF-8: upload it repaired") from error
-
-    def _keep(self, digest: str, facts: TextFacts) -> None:
-        self._facts[digest] = facts
-        while len(self._facts) > 1 and sum(map(_num_bytes, self._facts.values())) > CACHE_BYTES:
-            self._facts.popitem(last=False)
 
 
 def text_pool(num_workers: int, several_tenants: bool = False) -> WorkerPool:
@@ -562,4 +562,5 @@ class SingleFlight:
 
 def _num_bytes(facts: TextFacts) -> int:
     # A character has at most four bytes in memory.
-    return FACTS_BYTES + TOKEN_ID_BYTES * facts.generation.num_ids + 4 * len(facts.template or "")
+    num_chars = sum(map(len, facts.templates.values()))
+    return FACTS_BYTES + TOKEN_ID_BYTES * facts.generation.num_ids + 4 * num_chars

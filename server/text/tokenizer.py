@@ -2,68 +2,23 @@
 
 The base's is loaded in the HTTP process. A variant's own is loaded in worker processes only, because its files may
 abort the process or keep it busy without end.
-
-The sandbox of a chat template keeps it from reading the host; it bounds neither its time nor its memory.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils import chat_template_utils
 
-from deltastore.errors import ArtifactError, PeraxisError
-from server.errors import InvalidRequest
+from deltastore.errors import ArtifactError
+from server.errors import ContextTooLong, InvalidRequest
+from server.text.chat_template import DEFAULT, Conversation, choose, render
 from server.text.detokenizer import Decode, NewText, NewTokens, decode_new
+from server.text.failures import failures_as
 
-MAX_REASON_CHARS = 300
-
-
-@contextmanager
-def failures_as(make_error: Callable[[str], PeraxisError]) -> Iterator[None]:
-    """Raise ``make_error(reason)`` for any failure of the block but lack of memory and errors of Peraxis.
-
-    tokenizers, transformers and Jinja document no exceptions. On hostile input they raise plain `Exception`,
-    RecursionError, ImportError, OverflowError and others, and a Rust panic is a BaseException.
-    """
-    try:
-        yield
-    except (PeraxisError, MemoryError, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        raise make_error(f"{type(error).__name__}: {_one_line(str(error))}") from error
-
-
-def _one_line(text: str) -> str:
-    """Return a short printable form of an untrusted text, without paths of this server."""
-    words = ("(path)" if word.strip("'\"(`").startswith("/") else word for word in text[:4096].split())
-    return "".join(filter(str.isprintable, " ".join(words)))[:MAX_REASON_CHARS]
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Messages for a chat template.
-
-    Args:
-        messages: each has at least ``role`` and ``content``.
-        add_generation_prompt: the template opens the assistant's turn behind them.
-        add_special_tokens: the tokenizer adds its own, too; most templates write them.
-        tools: functions that the template tells the model of, as a JSON array in OpenAI's form; empty for none.
-    """
-
-    messages: list[dict[str, Any]]
-    add_generation_prompt: bool = True
-    add_special_tokens: bool = False
-    tools: bytes = b""
-
-
-MAX_CHARACTERS = 8 << 20
 NO_TEMPLATE = (
     "there is no chat template here: publish the variant with a tokenizer that has one, "
     "or send a prompt to /v1/completions"
@@ -72,37 +27,6 @@ NO_BASE_TEMPLATE = (
     "the base has no chat template: ask a variant that has one, or send a prompt to /v1/completions; the operator can "
     "add a template to the base's tokenizer"
 )
-
-
-def render(template: str, conversation: Conversation, variables: Mapping[str, Any]) -> str:
-    """Render a conversation with `template`.
-
-    Args:
-        variables: further variables of the template, such as special tokens.
-
-    Raises:
-        InvalidRequest: the template refuses the messages, fails, or makes no Unicode or too much text.
-    """
-    with failures_as(
-        lambda reason: InvalidRequest(f"the chat template refuses these messages: {reason}", "messages")
-    ):
-        # Its annotation says that it returns a string.
-        render_all: Any = chat_template_utils.render_jinja_template
-        rendered, _ = render_all(
-            [conversation.messages],
-            tools=json.loads(conversation.tools) if conversation.tools else None,
-            chat_template=template,
-            add_generation_prompt=conversation.add_generation_prompt,
-            **variables,
-        )
-    text = str(rendered[0])
-    if len(text) > MAX_CHARACTERS:
-        raise InvalidRequest(
-            f"the chat template makes {len(text)} characters, more than {MAX_CHARACTERS}", "messages"
-        )
-    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise InvalidRequest("the chat template makes text that is no Unicode", "messages")
-    return text
 
 
 # A normalizer, an unknown token or a pre-tokenizer may make one token of more characters than its own text has. NFC
@@ -162,12 +86,12 @@ class LoadedTokenizer:
         return template if isinstance(template, dict) else None
 
     @property
-    def chat_template(self) -> str | None:
-        """The chat template, of several the one named ``default``; None if there is none."""
-        template = self._tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
-        return template if isinstance(template, str) else None
+    def chat_templates(self) -> Mapping[str, str]:
+        """The chat templates by name; a single one has the name ``default``."""
+        templates = self._tokenizer.chat_template
+        if not isinstance(templates, dict):
+            templates = {DEFAULT: templates}
+        return {name: source for name, source in templates.items() if isinstance(source, str)}
 
     @property
     def template_variables(self) -> Mapping[str, Any]:
@@ -192,9 +116,7 @@ class LoadedTokenizer:
                 raise _too_long(text, max_tokens, param)
         ids = self._ids(text, add_special_tokens, param)
         if len(ids) > max_tokens:
-            raise InvalidRequest(
-                f"the {param} has {len(ids)} tokens, more than the {max_tokens} that fit: shorten it", param
-            )
+            raise too_many_tokens(len(ids), max_tokens, param)
         return ids
 
     def render_chat(self, conversation: Conversation, max_tokens: int) -> list[int]:
@@ -203,9 +125,8 @@ class LoadedTokenizer:
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or makes too much text.
         """
-        if self.chat_template is None:
-            raise InvalidRequest(NO_TEMPLATE, "messages")
-        text = render(self.chat_template, conversation, self.template_variables)
+        template = choose(self.chat_templates, conversation, NO_TEMPLATE)
+        text = render(template, conversation, self.template_variables)
         return self.encode(text, max_tokens, conversation.add_special_tokens, "messages")
 
     def decode_each(self, ids: list[int]) -> list[str]:
@@ -263,10 +184,21 @@ class LoadedTokenizer:
             raise _too_long(text, max_tokens, param)
 
 
-def _too_long(text: str, max_tokens: int, param: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"the {param} has {len(text)} characters, which are more than {max_tokens} tokens: shorten it", param
+def too_many_tokens(number: int, max_tokens: int, param: str) -> ContextTooLong:
+    """Return the error of a request's field with more tokens than fit."""
+    return ContextTooLong(
+        f"{_has(param)} {number} tokens, more than the {max_tokens} that fit: send fewer", param
     )
+
+
+def _too_long(text: str, max_tokens: int, param: str) -> ContextTooLong:
+    return ContextTooLong(
+        f"{_has(param)} {len(text)} characters, which are more than {max_tokens} tokens: send fewer", param
+    )
+
+
+def _has(param: str) -> str:
+    return f"the {param} {'have' if param in ('messages', 'tokens') else 'has'}"
 
 
 def _decoder(tokenizer: PreTrainedTokenizerFast) -> Decode:

@@ -9,17 +9,19 @@ import contextlib
 import hashlib
 import shutil
 import tempfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 from deltastore.errors import ArtifactError, PeraxisError
-from deltastore.format.manifest import GENERATION_FILE, TOKENIZER_FILES
+from deltastore.format.files import GENERATION_FILE, NAMED_TEMPLATE, is_tokenizer_file, tokenizer_paths
 from server.errors import InvalidRequest
+from server.fairness import FairCache
+from server.text.chat_template import Conversation
+from server.text.failures import failures_as
 from server.text.generation_config import read_generation
-from server.text.tokenizer import Conversation, LoadedTokenizer, failures_as
+from server.text.tokenizer import LoadedTokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 # transformers chooses a tokenizer's class by the model config.
@@ -42,26 +44,31 @@ def check_sizes(files: Mapping[str, bytes], where: str) -> None:
 
 def check_size(name: str, num_bytes: int, where: str) -> None:
     """Refuse a file that is larger than any model's; ArtifactError names it."""
-    if num_bytes > MAX_BYTES.get(name, num_bytes):
+    most = MAX_BYTES.get(TEMPLATE_FILE if is_template(name) else name, num_bytes)
+    if num_bytes > most:
         raise ArtifactError(
-            f"{where}: its {name} has {num_bytes} bytes, more than {MAX_BYTES[name]}: leave out what no request uses"
+            f"{where}: its {name} has {num_bytes} bytes, more than {most}: leave out what no request uses"
         )
 
 
 def tokenizer_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that belong to the tokenizer, in a fixed order."""
-    return {name: files[name] for name in TOKENIZER_FILES if name in files}
+    """Return the files that belong to the tokenizer."""
+    return {name: content for name, content in files.items() if is_tokenizer_file(name)}
 
 
-def without_template(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return tokenizer files but the chat template's own."""
-    return {name: content for name, content in files.items() if name != TEMPLATE_FILE}
+def is_template(name: str) -> bool:
+    """Return True for the name of a file that is a chat template."""
+    return name == TEMPLATE_FILE or NAMED_TEMPLATE.fullmatch(name) is not None
+
+
+def without_templates(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return tokenizer files but those that are chat templates."""
+    return {name: content for name, content in files.items() if not is_template(name)}
 
 
 def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     """Return the tokenizer files of a checkpoint."""
-    paths = {name: directory / name for name in TOKENIZER_FILES}
-    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
+    return {name: path.read_bytes() for name, path in tokenizer_paths(directory).items()}
 
 
 def digests_of(files: Mapping[str, bytes]) -> dict[str, str]:
@@ -76,16 +83,22 @@ def content_key(digests: Mapping[str, str]) -> str:
     ).hexdigest()
 
 
+def write_file(directory: Path, name: str, content: bytes) -> None:
+    """Write a tokenizer's file below a directory."""
+    (directory / name).parent.mkdir(exist_ok=True)
+    (directory / name).write_bytes(content)
+
+
 def write_tokenizer(files: Mapping[str, bytes], base_dir: Path, directory: Path) -> None:
     """Write tokenizer files, and the base's model config, to a directory that transformers can load."""
     for name, content in tokenizer_files(files).items():
-        (directory / name).write_bytes(content)
+        write_file(directory, name, content)
     shutil.copy(base_dir / MODEL_CONFIG_FILE, directory)
 
 
 # Modules that a worker of `server.workers.pool` imports before its first task.
 WORKER_MODULES = ("server.text.without_torch", "server.text.worker_tasks")
-# Bound on loaded tokenizers in one worker. The newest one stays whatever its size is.
+# Bound on loaded tokenizers in one worker, of all tenants. The newest one stays whatever its size is.
 CACHE_BYTES = 512 << 20
 # Memory of a loaded tokenizer over the size of its files, measured with 256,000 tokens and 500,000 merges.
 BYTES_PER_FILE_BYTE = 16
@@ -101,39 +114,40 @@ class NotLoaded(PeraxisError):
     """A tokenizer that this worker does not have loaded, and whose files were not given."""
 
 
-class _Loaded:
+class LoadedTokenizers:
     """The tokenizers that this process has loaded, by the content of their files."""
 
     def __init__(self) -> None:
-        self._tokenizers: OrderedDict[str, tuple[LoadedTokenizer, int]] = OrderedDict()
+        # None while it is loaded.
+        self._tokenizers: FairCache[str, LoadedTokenizer | None] = FairCache(CACHE_BYTES)
 
-    def get(self, key: str, directory: Path | None, where: str) -> LoadedTokenizer:
-        """Return a tokenizer; load it from `directory` if need be."""
-        if key in self._tokenizers:
-            self._tokenizers.move_to_end(key)
-            return self._tokenizers[key][0]
+    def get(self, key: str, directory: Path | None, owner: str, where: str) -> LoadedTokenizer:
+        """Return a tokenizer; load it from `directory` if need be, for a tenant."""
+        if (found := self._tokenizers.get(key)) is not None:
+            return found
         if directory is None:
             raise NotLoaded(f"{where}: its tokenizer is not loaded in this worker")
-        files = [path for path in directory.iterdir() if path.name in TOKENIZER_FILES]
-        num_bytes = BYTES_PER_FILE_BYTE * sum(path.stat().st_size for path in files)
-        self._make_space(num_bytes)
-        tokenizer = LoadedTokenizer.load(directory, where)
-        self._tokenizers[key] = tokenizer, num_bytes
+        num_bytes = BYTES_PER_FILE_BYTE * sum(
+            path.stat().st_size for path in tokenizer_paths(directory).values()
+        )
+        # Others go before it takes memory.
+        self._tokenizers.put(key, None, owner, num_bytes)
+        try:
+            tokenizer = LoadedTokenizer.load(directory, where)
+        except BaseException:
+            self._tokenizers.drop(key)
+            raise
+        self._tokenizers.put(key, tokenizer, owner, num_bytes)
         return tokenizer
 
-    def _make_space(self, num_bytes: int) -> None:
-        while (
-            self._tokenizers and num_bytes + sum(size for _, size in self._tokenizers.values()) > CACHE_BYTES
-        ):
-            self._tokenizers.popitem(last=False)
 
-
-_loaded = _Loaded()
+_loaded = LoadedTokenizers()
 
 
 def with_tokenizer(
     key: str,
     directory: Path | None,
+    owner: str,
     where: str,
     function: Callable[[LoadedTokenizer, *Ts], T],
     args: tuple[*Ts],
@@ -143,7 +157,8 @@ def with_tokenizer(
     Args:
         key: the name of its content.
         directory: its files; None if this worker should have it loaded.
-        where: its owner's name in error messages.
+        owner: the tenant whose work it is, and which it counts for once it is loaded.
+        where: the variant's name in error messages.
 
     Raises:
         NotLoaded: `directory` is None and the tokenizer is not loaded.
@@ -151,7 +166,7 @@ def with_tokenizer(
         PeraxisError: as `function` raises it.
     """
     with _failures_of(where):
-        tokenizer = _loaded.get(key, directory, where)
+        tokenizer = _loaded.get(key, directory, owner, where)
         with _named(where):
             return function(tokenizer, *args)
 
@@ -192,7 +207,7 @@ def check_text_files(
     own = tokenizer_files(files)
     if not own:
         return
-    if not without_template(own):
+    if not without_templates(own):
         own = {**read_tokenizer_files(base_dir), **own}
     with tempfile.TemporaryDirectory(prefix="tokenizer-") as scratch:
         write_tokenizer(own, base_dir, Path(scratch))

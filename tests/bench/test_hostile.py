@@ -31,10 +31,23 @@ def test_every_attack_is_answered_and_no_honest_call_is_refused(
         assert one["honest_refused"] == {}, one
         assert one["memory_bytes"]["engine"]["peak"] > 0
     assert set(found["cross-site-page"]["replies"]) == {"403 forbidden"}
-    assert set(found["json-values"]["replies"]) == {"400 invalid_request"}
+    for kind in ("json-values", "unfit-prompts"):
+        assert set(found[kind]["replies"]) == {"400 invalid_request"}
     printed = capsys.readouterr().out
     assert "| large-schemas " in printed
     assert str(tmp_path) not in text + printed
+
+
+def test_two_attacks_at_once_are_measured_beside_both_controls(tmp_path: Path) -> None:
+    out = tmp_path / "hostile.json"
+    main(["--small", "--attacks", "unfit-prompts+begun-queue", "--dir", str(tmp_path), "--out", str(out)])
+    (found,) = json.loads(out.read_text())["results"]
+    assert found["attack"] == "unfit-prompts+begun-queue"
+    assert "400 invalid_request" in found["replies"]
+    assert len(found["replies"]) > 1
+    assert found["honest_refused"] == {}
+    with pytest.raises(SystemExit):
+        main(["--attacks", "unfit-prompts+nothing"])
 
 
 def test_two_attackers_at_once_and_a_killed_engine_leave_the_honest_tenant_served(tmp_path: Path) -> None:
@@ -45,7 +58,8 @@ def test_two_attackers_at_once_and_a_killed_engine_leave_the_honest_tenant_serve
         sizes, url = SMALL_SCOPE.sizes, subject.server.url
         with_keys = [attack for attack in attacks(sizes).values() if attack.keys]
         for one, other in zip(with_keys[::2], with_keys[1::2], strict=False):
-            with attacking(one, sizes, url, subject.hostile), attacking(other, sizes, url, subject.hostile):
+            keys, others = subject.keys_of(one), subject.keys_of(other)
+            with attacking(one, sizes, url, keys), attacking(other, sizes, url, others):
                 engine = next(
                     pid for pid, (part, _) in subject.server.tree.of_each("VmRSS").items() if part == "engine"
                 )

@@ -34,4 +34,4 @@ def test_its_registries_are_as_publications_and_deletions_leave_them(tmp_path: P
             kind, 10
         )
         assert variant.active == expected
-        assert registry.stored("acme").num_versions["a"] == variant.num_versions
+        assert registry.stored("acme").num_versions_of("a") == variant.num_versions

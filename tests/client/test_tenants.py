@@ -47,6 +47,7 @@ def test_limits_that_are_not_given_stay(server: list[str], capsys: Output) -> No
     assert {name: value for name, value in reply["limits"].items() if value is not None} == {
         "requests_per_minute": 600,
         "max_stored_bytes": 0,
+        "max_stored_versions": 20_000,
         "max_variants": 10_000,
         "max_versions": 1_000,
     }
@@ -62,7 +63,7 @@ def test_a_tenant_is_shown_with_its_keys_and_limits(server: list[str], capsys: O
     capsys.readouterr()
     assert eventually(lambda: run(["tenants", "show", "keyed", *server]) == 0)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[-11:-8] == ["keys: 1", "variants: 0", "limits: default"]
+    assert shown[-12:-9] == ["keys: 1", "variants: 0", "limits: default"]
     assert shown[-1] == "max_pinned: 3"
     assert document(server, capsys, "show", "keyed")["has_own_limits"] is False
 

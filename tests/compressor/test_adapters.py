@@ -199,10 +199,13 @@ def test_what_an_adapter_leaves_alone_is_not_in_its_delta(base: Path) -> None:
 def test_a_chat_template_alone_joins_the_bases_tokenizer(base: Path) -> None:
     adapter = make_adapter(base, lora("q_proj"))
     (adapter / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (adapter / "additional_chat_templates").mkdir()
+    (adapter / "additional_chat_templates" / "tool_use.jinja").write_text("T")
     (adapter / "generation_config.json").write_text('{"max_new_tokens": 9}')
     with finetune_directory(str(adapter), base) as directory:
         files = own_files(Checkpoint.open(base), Checkpoint.open(directory))
     assert files["chat_template.jinja"] == CHAT_TEMPLATE.encode()
+    assert files["additional_chat_templates/tool_use.jinja"] == b"T"
     assert files["tokenizer.json"] == (base / "tokenizer.json").read_bytes()
     assert files["generation_config.json"] == b'{"max_new_tokens": 9}'
 

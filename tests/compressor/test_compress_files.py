@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deltastore.errors import CheckpointError
 from deltastore.format.artifact import Artifact
 from tests.compressor.helpers.compressing import compressed, rewrite_config
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
@@ -35,6 +36,22 @@ def test_a_chat_template_of_its_own_brings_the_whole_tokenizer(tmp_path: Path) -
     assert files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert files["chat_template.jinja"].decode() == CHAT_TEMPLATE
     assert files["tokenizer.json"] == (models.base / "tokenizer.json").read_bytes()
+
+
+def test_templates_with_names_are_carried(tmp_path: Path) -> None:
+    templates = {"default": CHAT_TEMPLATE, "tool_use": "T", "rag": "R"}
+    models = make_pair("llama", tmp_path, changes=(Change(chat_template=templates),))
+    named = models.finetunes[0] / "additional_chat_templates"
+    (named / "a name.jinja").write_text("no name that an artifact has")
+    files = carried(models, tmp_path / "delta")
+    assert list(files)[-3:] == [
+        "chat_template.jinja", "additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja"
+    ]  # fmt: skip
+    assert files["additional_chat_templates/tool_use.jinja"] == b"T"
+    for number in range(7):
+        (named / f"{number}.jinja").write_text("")
+    with pytest.raises(CheckpointError, match="9 chat templates, more than the 8"):
+        carried(models, tmp_path / "other")
 
 
 @pytest.mark.parametrize("side", ["base", "finetune-0"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,26 @@ def test_the_environment_overrides_pips_configuration_files(
 
     assert settings["timeout"] == "9"
     assert settings["retries"] == "2"
+
+
+def test_each_backend_is_built_from_a_target_with_the_torch_that_its_constraints_pin(
+    script: dict[str, Any],
+) -> None:
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    targets = set(re.findall(r"^FROM runtime AS (\S+)$", dockerfile, re.MULTILINE))
+
+    for name, backend in script["BACKENDS"].items():
+        assert backend.target in targets, name
+        stage = dockerfile.split(f" AS environment-{backend.target}\n")[1].split("\nFROM ")[0]
+        assert re.search(rf"--constraint {backend.constraints} ", stage), name
+        assert re.search(r"^torch==", (ROOT / backend.constraints).read_text(), re.MULTILINE), name
+
+
+def test_make_image_builds_and_proves_the_backend_that_it_is_given() -> None:
+    for backend, target in (("native", "cpu"), ("vllm", "vllm-cpu")):
+        shown = subprocess.run(
+            ["make", "--dry-run", "image", f"BACKEND={backend}"], cwd=ROOT, capture_output=True, text=True
+        ).stdout
+        build, proof = [line for line in shown.splitlines() if "docker/" in line]
+        assert f"--backend '{backend}' --tag 'localhost/peraxis:{target}'" in build
+        assert proof.endswith(f"--backend '{backend}' 'localhost/peraxis:{target}'")

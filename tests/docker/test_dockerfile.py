@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without a build; `make image` builds target cpu and runs it."""
+"""The Dockerfile, as far as it can be checked without a build; `make image` builds and runs its targets for the CPU."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker/Dockerfile"
 
 
+CACHES = ("HOME", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+
+
 def image_environment() -> dict[str, str]:
-    """Return the variables that the image sets, of both targets."""
+    """Return the variables that the image sets, of all targets."""
     instructions = re.sub(r"\\\n\s*", "", DOCKERFILE.read_text())
     lines = [line.removeprefix("ENV ") for line in instructions.splitlines() if line.startswith("ENV ")]
     return dict(word.split("=", 1) for line in lines for word in line.split())
@@ -44,12 +47,13 @@ def test_every_setting_of_the_image_is_one_that_the_server_takes(tmp_path: Path)
     taken = Settings.model_validate({**settings, "base": tmp_path})
 
     assert taken.auth == "keys"
-    assert taken.model_fields_set == {"base", "registry", "host", "port", "admin_port", "auth", "device"}
+    given = {"base", "registry", "host", "port", "admin_port", "auth", "device", "backend"}
+    assert taken.model_fields_set == given
 
 
 def test_everything_that_the_image_writes_lies_on_its_volume_or_in_the_registry() -> None:
     environment = image_environment()
-    caches = [environment[name] for name in ("HOME", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR")]
+    caches = [environment[name] for name in CACHES]
 
     volume = re.findall(r'^VOLUME \["(.*)"\]$', DOCKERFILE.read_text(), re.MULTILINE)
 
@@ -72,15 +76,15 @@ def test_what_the_wheel_is_made_of_is_sent_to_the_build() -> None:
 
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
 
-    assert {*wheel, project["project"]["readme"], *project["project"]["license-files"]} <= sent
+    assert {*wheel, project["project"]["readme"], *project["project"]["license-files"], "vllm_plugin"} <= sent
 
 
-def test_both_targets_install_what_traces_and_buckets_need() -> None:
+def test_every_target_installs_what_traces_and_buckets_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     extras = re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE.read_text(), re.MULTILINE)
 
-    assert extras == ["otel,s3"] * 2
+    assert extras == ["otel,s3"] * 4
     assert set(extras[0].split(",")) <= project["optional-dependencies"].keys()
 
 

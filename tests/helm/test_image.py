@@ -44,7 +44,7 @@ def test_the_server_listens_where_the_image_says() -> None:
 
 
 def test_the_image_s_caches_lie_on_the_cache_volume() -> None:
-    names = ("HOME", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR")
+    names = ("HOME", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
     for pod in pod_templates(objects_of("everything")):
         for container in containers(pod):
             given = environment(container)

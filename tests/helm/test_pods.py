@@ -60,7 +60,8 @@ def test_a_container_writes_to_volumes_alone(pod: Object, container: Object) -> 
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
     writable = {each["mountPath"] for each in container["volumeMounts"] if not each.get("readOnly")}
     variables = environment(container)
-    for name in ("HOME", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "HF_HOME", "TRITON_CACHE_DIR"):
+    libraries = ("HF_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    for name in ("HOME", "TMPDIR", "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", *libraries):
         path = PurePosixPath(variables[name])
         assert {str(path), *map(str, path.parents)} & writable, name
 
@@ -162,6 +163,41 @@ def test_a_gpu_is_asked_for_and_its_nodes_are_tolerated() -> None:
     assert environment(container)["PERAXIS_DEVICE"] == "cuda"
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in spec["tolerations"]
     assert "nvidia.com/gpu" not in server(objects_of("cpu"))["resources"]["limits"]
+
+
+def test_an_engine_with_vllm_gets_the_gpu_the_nodes_and_the_time_that_the_values_give() -> None:
+    spec = the(objects_of("gpu-vllm"), "StatefulSet")["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    variables = environment(container)
+    assert (variables["PERAXIS_BACKEND"], variables["PERAXIS_DEVICE"]) == ("vllm", "cuda")
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert spec["runtimeClassName"] == "nvidia"
+    assert spec["nodeSelector"]
+    assert [each["key"] for each in spec["tolerations"]] == ["nvidia.com/gpu", "dedicated"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 3600
+
+
+def test_a_server_of_several_ranks_gets_a_gpu_for_each() -> None:
+    objects = rendered(
+        {
+            "gpu": {"enabled": True},
+            "settings": {"backend": "vllm", "tensor_parallel_size": 4},
+            "shm": {"size": "8Gi"},
+        }
+    )
+    assert server(objects)["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert environment(server(objects))["PERAXIS_TENSOR_PARALLEL_SIZE"] == "4"
+
+
+def test_shared_memory_is_a_volume_in_memory_where_a_size_is_given() -> None:
+    spec = the(rendered({"shm": {"size": "8Gi"}}), "StatefulSet")["spec"]["template"]["spec"]
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in spec["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in spec["containers"][0]["volumeMounts"]
+    assert "shm" not in [
+        volume["name"]
+        for volume in the(objects_of("defaults"), "StatefulSet")["spec"]["template"]["spec"]["volumes"]
+    ]
 
 
 def test_servers_are_spread_by_their_own_labels() -> None:

@@ -127,6 +127,7 @@ def test_a_value_of_another_type_is_named(path: str) -> None:
         ("registry.subPath", "/absolute"),
         ("service.port", 70000),
         ("preStopSeconds", 0),
+        ("shm.size", "8GB"),
         ("probes.startupSeconds", 1),
         ("podSecurityContext.runAsUser", 0),
         ("settings.max_gpu_deltas", 1),
@@ -185,6 +186,10 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
         ),
         ({"gpu": {"enabled": True}, "settings": {"device": "cpu"}}, ["gpu.enabled", "settings.device"]),
         ({"settings": {"device": "cuda"}}, ["settings.device", "gpu.enabled"]),
+        (
+            {"settings": {"backend": "native", "engine_python": "/opt/engine/bin/python"}},
+            ["settings.engine_python", "settings.backend"],
+        ),
         ({"podLabels": {"app.kubernetes.io/name": "other"}}, ["podLabels", "app.kubernetes.io/name"]),
         ({"extraEnv": [{"name": "OMP_NUM_THREADS", "value": "2"}]}, ["extraEnv", "ompNumThreads"]),
         ({"extraVolumes": [{"name": "registry", "emptyDir": {}}]}, ["extraVolumes", "registry"]),
@@ -254,6 +259,7 @@ def test_a_value_out_of_bounds_is_named(path: str, value: object) -> None:
         ({**RAY, "autoscaling": {"enabled": True}}, ["ray.enabled", "autoscaling.enabled"]),
         ({**RAY, "replicaCount": 3}, ["ray.enabled", "replicaCount 3", "ray.minWorkers"]),
         ({**RAY, "cache": {"persistent": True}}, ["ray.enabled", "cache.persistent"]),
+        ({**RAY, "shm": {"size": "8Gi"}}, ["ray.enabled", "shm.size", "ray.shmSize"]),
         ({**RAY, "compressor": {"enabled": True}}, ["ray.enabled", "compressor.enabled"]),
         ({**RAY, "monitoring": {"alerts": {"enabled": True}}}, ["ray.enabled", "alerts.enabled"]),
         (

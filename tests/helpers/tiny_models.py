@@ -37,7 +37,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"tie_word_embeddings": False, "head_dim": 16},
     "gemma": {"tie_word_embeddings": True, "head_dim": 16},
     "phi3": {"tie_word_embeddings": False},
-    "gpt_neox": {"tie_word_embeddings": False, "rotary_pct": 0.25},
+    # It has keys and values for each head, whatever its configuration says.
+    "gpt_neox": {"tie_word_embeddings": False, "rotary_pct": 0.25, "num_key_value_heads": 4},
 }
 MORE_SERVED: Mapping[str, Mapping[str, Any]] = {  # windows are shorter than the contexts of tests
     "gemma2": {
@@ -64,7 +65,7 @@ class Change:
 
     added_tokens: int = 0  # rows that the base lacks
     tied: bool | None = None  # None: as the base
-    chat_template: str | None = None
+    chat_template: str | dict[str, str] | None = None  # one, or several by name
     generation: Mapping[str, Any] = field(default_factory=dict)
     noise: float = 0.5  # of each tensor's own standard deviation
 
@@ -111,7 +112,9 @@ def make_pair(
     return TinyModels(directory / "base", finetunes)
 
 
-def make_tokenizer(added_tokens: int = 0, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    added_tokens: int = 0, chat_template: str | dict[str, str] | None = None
+) -> PreTrainedTokenizerFast:
     """One token per byte, then the special tokens, then ``<added-N>``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *SPECIAL_TOKENS]

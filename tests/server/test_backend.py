@@ -67,6 +67,9 @@ def test_a_chosen_backend_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     [
         ({"backend": "vllm", "engine": "inline"}, "run the engine as a process"),
         ({"backend": "native", "engine_python": "/bin/sh"}, "set backend to vllm"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2 and backend auto: set backend to vllm"),
+        ({"tensor_parallel_size": 2, "backend": "native"}, "tensor_parallel_size is 2 and backend native"),
+        ({"tensor_parallel_size": 0, "backend": "vllm"}, "greater than or equal to 1"),
         ({"engine_python": "/nowhere/python"}, "is no program"),
         ({"engine_python": "/"}, "is no program"),
         ({"engine_python": ""}, "the path is empty"),

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from server.protocol.messages import Timings
-from server.protocol.request import Request, TracedRequest
+from server.protocol.request import Request, TracedRequest, token_ids_of
 from server.tracing import RequestSpans
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -50,7 +50,7 @@ def traces() -> Traces:
 
 
 def traced(traceparent: str | None = None, num_tokens: int = 5, name: str | None = "sql") -> TracedRequest:
-    request = Request("req-1-ab", "acme", name, None, (1, 2, 3), 10, traceparent=traceparent)
+    request = Request("req-1-ab", "acme", name, None, token_ids_of([1, 2, 3]), 10, traceparent=traceparent)
     found = TracedRequest(request, "chat", submitted_at=1_000.0)
     found.num_tokens[0] = num_tokens
     return found

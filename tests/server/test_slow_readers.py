@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import socket
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
+import httpx
+
 from server.web_server import NUM_RESERVED
+from tests.server.helpers.live_server import WAIT_S, LiveServer, live_server
+from tests.server.helpers.served import make_family
 from tests.server.helpers.web import Web, code_of, serving, talk
 from tests.server.helpers.web_program import hello
 
@@ -103,3 +111,59 @@ def test_what_a_tenant_leaves_unread_is_bounded_and_hurts_no_other() -> None:
                 assert flood.num_open["modest"] == 1
 
     talk(what)
+
+
+# Megabytes of events, where a connection's buffers hold a few.
+LONG = {
+    "model": "base",
+    "prompt": "a",
+    "max_tokens": 200,
+    "n": 128,
+    "temperature": 2.0,
+    "seed": 1,
+    "logprobs": 20,
+    "stream": True,
+}
+TOKENS = re.compile(r"^peraxis_generation_tokens_total (\S+)$", re.MULTILINE)
+
+
+def texts_of(lines: Iterable[str]) -> Counter[tuple[int, str]]:
+    """Return the pieces of text of a stream's sequences with their indices; the stream must have ended well."""
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert data.pop() == "[DONE]"
+    choices = [choice for event in data for choice in json.loads(event)["choices"]]
+    return Counter((choice["index"], choice["text"]) for choice in choices)
+
+
+def num_generated(server: LiveServer) -> float:
+    """Return how many tokens the engine has generated when it has answered one more request, of one token."""
+    body = {"model": "base", "prompt": "b", "max_tokens": 1, "temperature": 0}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).raise_for_status()
+    (number,) = TOKENS.findall(httpx.get(f"{server.url}/metrics").text)
+    return float(number)
+
+
+def test_a_stream_that_is_not_read_pauses_and_is_whole_when_it_is_read(tmp_path: Path) -> None:
+    base = make_family(tmp_path / "family", seed=5, num_variants=0).base
+    with live_server(base, tmp_path / "registry", "--kv-cache-gb", 0.2) as server:
+        url = f"{server.url}/v1/completions"
+        with httpx.stream("POST", url, json=LONG, timeout=WAIT_S) as reply:
+            wanted = texts_of(reply.iter_lines())
+        num_tokens = before = num_generated(server)
+        body = json.dumps(LONG).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(WAIT_S)
+            client.connect((httpx.URL(url).host, httpx.URL(url).port))
+            client.sendall(head.encode() + body)
+            # Until a look generates one token, and nothing else is generated any more.
+            while (now := num_generated(server)) != before + 1 or now < num_tokens + 1000:
+                before = now
+            assert now < 1.5 * num_tokens
+            unread = bytearray()
+            while data := client.recv(1 << 20):
+                unread += data
+        # Chunks end between events.
+        assert texts_of(line for line in unread.decode().splitlines()) == wanted

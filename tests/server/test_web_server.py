@@ -130,6 +130,66 @@ def test_what_stands_in_a_body_beside_its_bytes_is_bounded_and_no_part_of_the_he
     talk(what, app)
 
 
+@pytest.mark.parametrize("coding", ["xchunked", "gzip", "gzip, chunked", "chunked, chunked", "identity", ""])
+@pytest.mark.parametrize("rest", [b"", 20 * GET], ids=["alone", "pipelined"])
+def test_a_body_of_a_transfer_coding_that_is_not_known_is_refused_at_once(coding: str, rest: bytes) -> None:
+    async def what(web: Web) -> None:
+        head = f"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {coding}\r\n\r\n".encode()
+        assert code_of(await web.ask(head + rest)) == (400, "invalid_request")
+
+    talk(what)
+
+
+def test_a_body_in_chunks_with_short_extensions_is_read() -> None:
+    bodies: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        bodies.append(body)
+        await hello(scope, receive, send)
+
+    async def what(web: Web) -> None:
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: Chunked\r\n\r\n"
+        reader, writer = await web.connect(head)
+        for part in (b"2;" + b"e" * 2000, b"\r\nab\r\n", b"1;x=y\r\nc\r\n", b"0\r\nname: value\r\n\r\n"):
+            writer.write(part)
+            await web.ask()
+        assert await answer(reader) == (200, b"hello")
+        writer.close()
+        assert b"abc" in bodies
+
+    talk(what, app)
+
+
+@pytest.mark.parametrize("wrong", [b"1;" + b"e" * (5 << 10), b"xyz\r\n"], ids=["a long extension", "no size"])
+def test_wrong_chunks_are_refused_while_the_application_waits_for_the_body(wrong: bytes) -> None:
+    ended = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while scope["method"] == "POST" and (await receive())["type"] != "http.disconnect":
+            pass
+        if scope["method"] == "POST":
+            ended.set()
+        await hello(scope, receive, send)
+
+    async def what(web: Web) -> None:
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+        reader, writer = await web.connect(head)
+        await web.ask()
+        for start in range(0, len(wrong), 1 << 10):
+            writer.write(wrong[start : start + (1 << 10)])
+            await web.ask()
+        assert code_of(await answer(reader)) == (400, "invalid_request")
+        assert await reader.read() == b""
+        await ended.wait()
+        writer.close()
+
+    talk(what, app)
+
+
 def test_requests_that_are_not_waited_for_are_bounded() -> None:
     num_calls = 0
 
@@ -213,6 +273,70 @@ def test_a_request_to_upgrade_is_answered_as_a_plain_one() -> None:
         assert await web.ask(upgrade) == (200, b"hello")
 
     talk(what)
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answer with the path, what the head asks for and the body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        assert message["type"] == "http.request"
+        body, more = body + message["body"], message["more_body"]
+    asked = dict(scope["headers"]).get(b"upgrade", b"-")
+    reply = scope["path"].encode() + b" " + asked + b" " + body
+    head = [(b"content-length", str(len(reply)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": reply})
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
+def test_bodies_behind_a_request_to_upgrade_are_read_and_requests_behind_them_are_answered(
+    protocol: bytes, size: int
+) -> None:
+    ask = (
+        b" HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: "
+        + protocol
+        + b"\r\n"
+    )
+    sent = (
+        b"POST /length" + ask + b"Content-Length: 5\r\n\r\nhello"
+        b"POST /chunks"
+        + ask
+        + b"Transfer-Encoding: chunked\r\n\r\n3\r\nhel\r\n2;x=y\r\nlo\r\n0\r\nTrailer: a\r\n\r\n"
+        b"POST /empty" + ask + b"Content-Length: 0\r\n\r\n"
+        b"GET /none" + ask + b"\r\n"
+        b"GET /plain HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    )
+
+    async def what(web: Web) -> None:
+        reader, writer = await web.connect()
+        for begin in range(0, len(sent), size):
+            writer.write(sent[begin : begin + size])
+            await writer.drain()
+            await asyncio.sleep(0)
+        replies = [await answer(reader) for _ in range(5)]
+        assert replies == [
+            (200, b"/length " + protocol + b" hello"),
+            (200, b"/chunks " + protocol + b" hello"),
+            (200, b"/empty " + protocol + b" "),
+            (200, b"/none " + protocol + b" "),
+            (200, b"/plain - "),
+        ]
+        writer.close()
+
+    talk(what, echo)
+
+
+def test_half_a_body_behind_a_request_to_upgrade_is_late_as_any() -> None:
+    async def what(web: Web) -> None:
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 9\r\n\r\n"
+        reader, writer = await web.connect(head + b"half")
+        writer.write_eof()
+        assert await reader.read() == b""
+        writer.close()
+
+    talk(what, echo)
 
 
 def test_the_rest_of_a_refused_body_is_awaited_only_for_a_while() -> None:

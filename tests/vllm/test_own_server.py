@@ -16,12 +16,16 @@ import pytest
 from bench.engine import publish
 from deltastore.registry import Registry
 from tests.helpers.tiny_models import Change, make_pair
+from tests.server.engine.test_metrics import log_probabilities
+from tests.server.helpers import live_server as live
 from tests.server.helpers.live_server import WAIT_S, eventually, free_port
 from tests.server.helpers.served import generate, make_delta, same_up_to_a_tie
 from tests.vllm.helpers.environment import NEEDS_VLLM, PYTHON, SIZES
 from tests.vllm.test_exact import MergedFamily, make_family
 
-pytestmark = NEEDS_VLLM
+pytestmark = [*NEEDS_VLLM, pytest.mark.timeout(1500)]
+# Two ranks on a slow machine.
+START_S = 900
 NUM_NEW, NUM_REQUESTS = 20, 24
 
 
@@ -50,8 +54,8 @@ class OwnServer:
         return generate(model, prompt, NUM_NEW)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     directory = tmp_path_factory.mktemp("own")
     family = make_family(directory / "family", "llama")
     location = directory / "registry"
@@ -71,7 +75,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
             "float32",
         ),
         *("--max-model-len", "200", "--max-num-seqs", "16", "--enable-lora", "--max-loras", "3"),
-        "--enforce-eager",
+        *("--enforce-eager", "--tensor-parallel-size", str(request.param)),
+        # Room for the tokens that variants add.
+        *("--load-format", "peraxis", "--hf-overrides", '{"vocab_size": 262}'),
     )
     environment = {
         **os.environ,
@@ -88,7 +94,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnServer]:
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
-        assert eventually(lambda: is_healthy(url) or process.poll() is not None)
+        with pytest.MonkeyPatch.context() as patient:
+            patient.setattr(live, "WAIT_S", START_S)
+            assert eventually(lambda: is_healthy(url) or process.poll() is not None)
         assert process.poll() is None, (directory / "server.log").read_text()[-4000:]
         yield OwnServer(url, registry, family)
     finally:
@@ -119,8 +127,26 @@ def test_what_is_not_there_is_refused_and_harms_no_other(server: OwnServer, tmp_
     publish(server.registry, foreign, "foreign")
     for model, status in (("unknown", 404), ("v0@7", 404), ("v0@x", 404), ("foreign", 400)):
         assert server.complete(model, [5, 6]).status_code == status, model
-    assert server.complete("v0", [5, 6], echo=True, logprobs=1).status_code == 400
+    assert server.family.too_many_tokens is not None
+    publish(server.registry, server.family.too_many_tokens, "large")
+    assert server.complete("large", [5, 6]).status_code == 400
     assert same_up_to_a_tie(server.tokens("v0", [5, 6]), *server.expected(1, [5, 6]))
+
+
+def test_prompts_are_scored_with_their_own_deltas(server: OwnServer) -> None:
+    prompt = [5, 6, 7, 8, 9]
+    with ThreadPoolExecutor(5) as pool:
+        names = ["base", "v0", "v1", "v2", "v3"]
+        replies = list(
+            pool.map(lambda name: server.complete(name, prompt, prompt_logprobs=0, temperature=0.0), names)
+        )
+    for model, reply in zip(server.family.models, replies, strict=True):
+        assert reply.status_code == 200, reply.text
+        scored = reply.json()["choices"][0]["prompt_logprobs"][1:]
+        got = [one[str(token)]["logprob"] for one, token in zip(scored, prompt[1:], strict=True)]
+        rows = log_probabilities(model, prompt)
+        want = [float(row[token]) for row, token in zip(rows, prompt[1:], strict=True)]
+        assert got == pytest.approx(want, abs=1e-3)
 
 
 def test_a_promotion_is_followed_and_a_pinned_version_stays(server: OwnServer) -> None:

@@ -151,7 +151,8 @@ def test_the_plugin_acts_only_with_a_registry_and_with_lora(
     found = section_of(config(family.base))
     assert found is not None
     assert found["num_slots"] == 3
-    assert found["slot_bytes"] > 0
+    assert found["slot_headroom"] == 1.15
+    assert section_of(config(family.base, tensor_parallel_size=2)) == found
     without = config(family.base)
     without.lora_config = None
     assert section_of(without) is None
@@ -160,7 +161,6 @@ def test_the_plugin_acts_only_with_a_registry_and_with_lora(
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_several_ranks_are_refused(family: Family, kind: str) -> None:
-    with pytest.raises(NotServable, match="not cut for several ranks"):
-        section_of(config(family.base, **{kind: 2}))
+def test_stages_of_a_pipeline_are_refused(family: Family) -> None:
+    with pytest.raises(NotServable, match=r"not divided among stages.*--tensor-parallel-size"):
+        section_of(config(family.base, pipeline_parallel_size=2))

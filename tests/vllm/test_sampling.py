@@ -17,7 +17,7 @@ from tests.server.engine.helpers.masks import ByHand, branching, start_constrain
 from tests.server.engine.test_generation_rules import CONFIGS
 from tests.server.helpers.served import Pending, Served, generate, same_up_to_a_tie, serving
 from tests.vllm.helpers.environment import NEEDS_VLLM, PYTHON
-from tests.vllm.test_exact import MergedFamily, make_family
+from tests.vllm.test_exact import MAX_ADDED, MergedFamily, make_family
 
 pytestmark = NEEDS_VLLM
 NUM_NEW = 24
@@ -44,18 +44,25 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> MergedFamily:
     return make_family(tmp_path_factory.mktemp("family"), "llama")
 
 
-@pytest.fixture(scope="module")
-def both(family: MergedFamily, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
+def both(
+    request: pytest.FixtureRequest, family: MergedFamily, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Both]:
     directory = tmp_path_factory.mktemp("registries")
     vllm: dict[str, Any] = {
+        **SETTINGS,
         "backend": "vllm",
         "engine_python": PYTHON,
-        "kv_cache_gb": 0.1,
+        "kv_cache_gb": 0.1 * request.param,
         "max_model_len": 200,
+        "tensor_parallel_size": request.param,
+        # A rank has more than its part of a vocabulary that is stored whole.
+        "slot_headroom": 8.0 * request.param,
+        "max_added_tokens": MAX_ADDED,
     }
     with (
         serving(family.base, directory / "native", "process", **SETTINGS) as native_engine,
-        serving(family.base, directory / "vllm", "process", **SETTINGS, **vllm) as vllm_engine,
+        serving(family.base, directory / "vllm", "process", **vllm) as vllm_engine,
     ):
         native, other = ([None, *published(each, family)] for each in (native_engine, vllm_engine))
         yield Both(native_engine, vllm_engine, native, other)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.live_server import WAIT_S, clean_environment, live_server, serve_command
@@ -31,14 +32,19 @@ def test_a_variant_published_while_vllm_serves_answers_as_its_merged_weights(tmp
         assert published.status_code == 201, published.text
         body = {"model": "tuned", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).json()
-        refused = httpx.post(f"{server.url}/v1/completions", json={**body, "echo": True}, timeout=WAIT_S)
+        echoed = httpx.post(
+            f"{server.url}/v1/completions", json={**body, "echo": True}, timeout=WAIT_S
+        ).json()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(WAIT_S) == 0
     tokens, _ = generate(merged(pair.base, artifact, tmp_path / "merged"), prompt, 12)
     assert answer["usage"]["completion_tokens"] == len(tokens)
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(tokens)
-    assert refused.status_code == 400
-    assert "does not serve log-probabilities of the prompt" in refused.json()["error"]["message"]
+    # The first token of a prompt has no log-probability.
+    own, scored = (one["choices"][0]["logprobs"]["token_logprobs"] for one in (answer, echoed))
+    assert len(scored) == len(prompt) + len(tokens)
+    assert [value is None for value in scored] == [True] + [False] * (len(scored) - 1)
+    assert scored[len(prompt) :] == pytest.approx(own, abs=1e-4)
 
 
 def test_a_python_without_vllm_is_named_with_the_way_out(tmp_path: Path) -> None:

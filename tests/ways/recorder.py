@@ -16,6 +16,7 @@ from tests.ways.call_hook import CallHook, FileCall
 CHAT = {
     "messages": [{"role": "user", "content": "hello"}],
     "max_tokens": 4,
+    "temperature": 1,
     "stop": ["zzz"],
     "stream": True,
 }

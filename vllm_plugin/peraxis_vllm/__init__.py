@@ -12,12 +12,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import torch
 from packaging.version import Version
+from torch import Tensor
 
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
 
 # Versions whose touched code was read or run.
@@ -28,6 +33,17 @@ TOUCHED: Sequence[tuple[str, str, tuple[str, ...]]] = (
         "vllm.v1.worker.lora_model_runner_mixin",
         "LoRAModelRunnerMixin.load_lora_model",
         ("model", "vllm_config", "device"),
+    ),
+    (
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._get_prompt_logprobs_dict",
+        ("hidden_states", "num_scheduled_tokens"),
+    ),
+    ("vllm.model_executor.layers.logits_processor", "LogitsProcessor.forward", ("lm_head", "hidden_states")),
+    (
+        "vllm.model_executor.model_loader.default_loader",
+        "DefaultModelLoader.get_all_weights",
+        ("model_config", "model"),
     ),
     ("vllm.lora.layers", "LoRAMapping", ("index_mapping", "prompt_mapping", "type")),
     ("vllm.lora.request", "LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
@@ -45,9 +61,11 @@ TOUCHED: Sequence[tuple[str, str, tuple[str, ...]]] = (
     ("vllm.v1.engine.output_processor", "OutputProcessor.add_request", ("request", "prompt")),
     ("vllm.v1.sample.logits_processor", "AdapterLogitsProcessor.new_req_logits_processor", ("params",)),
     ("vllm.v1.metrics.loggers", "PrometheusStatLogger.record", ("scheduler_stats", "iteration_stats")),
+    ("vllm.v1.executor.abstract", "Executor.register_failure_callback", ("callback",)),
     ("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", ("vllm_config",)),
 )
 SECTION = "peraxis"  # of vLLM's `additional_config`
+LOAD_FORMAT = "peraxis"  # of a base whose vocabulary has room for more tokens
 REGISTRY = "PERAXIS_VLLM_REGISTRY"  # names a registry for vLLM's own server
 
 
@@ -69,13 +87,16 @@ def register() -> None:
 
         kind = RegistryManager if "registry" in own else DeltaManager
         self.lora_manager = kind(model, vllm_config, device, own)
+        self.lora_manager.score_prompts(self)
         self.model = model
         check(self)
+        self.lora_manager.begin()
         return model
 
     load_lora_model.is_peraxis = True  # type: ignore[attr-defined]
     LoRAModelRunnerMixin.load_lora_model = load_lora_model
     _compile_on_cpu()
+    _register_loader()
     if os.environ.get(REGISTRY):
         from peraxis_vllm.registry import register_server
 
@@ -145,3 +166,25 @@ def _compile_on_cpu() -> None:
                 vllm_config.lora_config = hidden
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _register_loader() -> None:
+    """Let vLLM load a base into a configuration with more tokens than it has. Their rows are zero."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    @register_model_loader(LOAD_FORMAT)
+    class PaddedVocabulary(DefaultModelLoader):  # type: ignore[misc]
+        def __init__(self, load_config: Any) -> None:
+            super().__init__(replace(load_config, load_format="auto"))
+
+        def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+            checkpoint, num_tokens = Checkpoint.open(Path(model_config.model)), model_config.get_vocab_size()
+            head = checkpoint.head_name or ""
+            padded = {checkpoint.embedding_name, head, head.removesuffix("weight") + "bias"}
+            for name, tensor in super().get_all_weights(model_config, model):
+                if name in padded:
+                    rest = num_tokens - len(tensor), *tensor.shape[1:]
+                    yield name, torch.cat([tensor, tensor.new_zeros(rest)])
+                else:
+                    yield name, tensor

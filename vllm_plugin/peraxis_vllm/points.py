@@ -121,7 +121,7 @@ class NormPoint:
     """A norm whose parameters are those of each row's variant: tables of all slots' values, at fixed addresses."""
 
     def __init__(self, manager: DeltaManager, module: Any, name: str) -> None:
-        self.module, self.name, self.is_called = module, name, False
+        self.manager, self.module, self.name, self.is_called = manager, module, name, False
         self.vectors = {
             key: manager.tables.add_vector(manager.stored(f"{name}.{key}"), value)
             for key, value in module.named_parameters(recurse=False)
@@ -133,8 +133,9 @@ class NormPoint:
         for key, number in self.vectors.items():
             module.register_buffer(f"peraxis_{key}", manager.tables.vectors[number].table, persistent=False)
         module.register_buffer("peraxis_slot_of_row", manager.tokens.slot_of_row, persistent=False)
-        forward = _FORWARDS[type(module).__name__]
-        if type(module).__name__ == "RMSNorm":
+        module.peraxis_rows_dim = manager.rows_dim
+        forward = _FORWARDS[kind_of_norm(module) or ""]
+        if forward is _rms_forward:
             module.peraxis_inner = module.forward_native
             module.pass_weight = module.pass_weight_add = False
         if hasattr(module, "_forward_method"):
@@ -145,14 +146,16 @@ class NormPoint:
 
     def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.compiler.is_compiling():
-            self.is_called = True
+            rows = self.manager.rows(self.name, args[0].shape[self.manager.rows_dim], False)
+            self.is_called = self.is_called or rows is self.manager.tokens
 
 
 def _by_row(self: Any, key: str, x: Tensor) -> Tensor:
-    """Return each row's value of a parameter, to broadcast over `x`, [rows, ..., features]."""
+    """Return each row's value of a parameter, to broadcast over `x`, [rows, ..., features] or [1, rows, ...]."""
     table: Tensor = getattr(self, f"peraxis_{key}")
-    value = table.index_select(0, self.peraxis_slot_of_row[: x.shape[0]])
-    return value if x.dim() == 2 else value.view(len(value), *[1] * (x.dim() - 2), -1)
+    dim: int = self.peraxis_rows_dim
+    value = table.index_select(0, self.peraxis_slot_of_row[: x.shape[dim]])
+    return value if x.dim() == 2 + dim else value.view(len(value), *[1] * (x.dim() - 2 - dim), -1)
 
 
 def _rms_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -171,22 +174,41 @@ def _gemma_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
 
 
 def _layer_norm_forward(self: Any, x: Tensor) -> Tensor:
-    scaled = nn.functional.layer_norm(x.float(), self.normalized_shape, None, None, self.eps)
+    scaled = nn.functional.layer_norm(x.float(), x.shape[-1:], None, None, eps_of(self))
     scaled = scaled * _by_row(self, "weight", x).float()
     if hasattr(self, "peraxis_bias"):
         scaled = scaled + _by_row(self, "bias", x).float()
     return scaled.to(x.dtype)
 
 
-# By the name of the class, because not every version has each.
+def _cohere_forward(self: Any, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    return _layer_norm_forward(self, x), residual
+
+
+def eps_of(module: Any) -> float:
+    """Return what a norm adds to the variance."""
+    return float(module.eps if hasattr(module, "eps") else module.variance_epsilon)
+
+
 _FORWARDS: dict[str, Any] = {
     "RMSNorm": _rms_forward,
     "GemmaRMSNorm": _gemma_forward,
     "LayerNorm": _layer_norm_forward,
+    "Cohere's LayerNorm": _cohere_forward,
 }
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm whose parameters may differ by row."""
-    has_own = any(True for _ in module.parameters(recurse=False))
-    return has_own and type(module).__name__ in _FORWARDS
+def kind_of_norm(module: nn.Module) -> str | None:
+    """Return the kind of a norm whose parameters may differ by row; None for another module.
+
+    By the names of its classes, because not every version has each, and models have norms of the same names.
+    """
+    own = list(module.parameters(recurse=False))
+    if not own or any(parameter.dim() != 1 for parameter in own):
+        return None
+    for kind in type(module).__mro__:
+        if kind.__module__.endswith("models.commandr"):
+            return "Cohere's LayerNorm" if kind.__name__ == "LayerNorm" else None
+        if kind.__name__ in _FORWARDS:
+            return kind.__name__
+    return None

@@ -13,8 +13,6 @@ import os
 import re
 import time
 from collections.abc import Iterable
-from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,6 @@ import torch
 from torch import nn
 
 from deltastore.base import Base
-from deltastore.checkpoint import Checkpoint
 from deltastore.errors import BaseMismatch, NotServable, PeraxisError, VariantNotFound, VariantQuarantined
 from deltastore.loader import Loader
 from deltastore.registry import Registry
@@ -35,6 +32,7 @@ from peraxis_vllm.manager import DeltaManager
 from server.deltas.fetcher import Fetcher, HostCache
 from server.deltas.residency import Residency
 from server.deltas.resident import Rows, size_of_slot
+from server.deltas.sharding import ShardTables
 from server.metrics.metrics import EngineMetrics, ResidencyMetrics
 
 log = logging.getLogger("vllm.peraxis")
@@ -63,16 +61,15 @@ def section_of_server(vllm_config: Any) -> dict[str, Any] | None:
     lora, parallel = vllm_config.lora_config, vllm_config.parallel_config
     if location() is None or lora is None:
         return None
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
+    if parallel.pipeline_parallel_size > 1:
         raise NotServable(
-            "deltas are not cut for several ranks yet: serve with one (--tensor-parallel-size 1)"
+            "deltas are not divided among stages of a pipeline: serve with --pipeline-parallel-size 1, and divide the "
+            "model with --tensor-parallel-size"
         )
-    checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
-    headroom = float(os.environ.get(HEADROOM, DEFAULT_HEADROOM))
     return {
         "registry": location(),
         "num_slots": lora.max_loras,
-        "slot_bytes": size_of_slot(checkpoint.shapes(), headroom),
+        "slot_headroom": float(os.environ.get(HEADROOM, DEFAULT_HEADROOM)),
     }
 
 
@@ -103,13 +100,22 @@ class RegistryManager(DeltaManager):
         super().__init__(model, vllm_config, device, own)
         self._registry = open_registry(own["registry"])
         self._base = Base.of(self.checkpoint)
-        metrics = ResidencyMetrics(EngineMetrics())
-        staged = device.type == "cuda"
-        cache = HostCache(0, int(own["slot_bytes"]), NUM_LOADS, device, metrics, is_staged=staged)
-        fetcher = Fetcher(Loader(device, NUM_THREADS), cache, self._registry, self.tables)
-        self._residency = Residency(self.slots, fetcher, metrics, on_load_ended=lambda: None)
+        self._headroom = float(own["slot_headroom"])
         self._records: dict[int, VersionRecord] = {}  # by vLLM's number of the adapter
         self._errors: dict[str, PeraxisError] = {}  # of loads that failed, by label
+
+    def begin(self) -> None:
+        """Begin to take deltas. With several ranks, each reads them and cuts its own share."""
+        is_cut = self.num_ranks > 1
+        tables = ShardTables(self.tables, self.share(), self.device) if is_cut else self.tables
+        metrics, whole = (
+            ResidencyMetrics(EngineMetrics()),
+            size_of_slot(self.checkpoint.shapes(), self._headroom),
+        )
+        is_staged = is_cut or self.device.type == "cuda"
+        cache = HostCache(0, whole, NUM_LOADS, self.device, metrics, is_staged=is_staged)
+        fetcher = Fetcher(Loader(self.device, NUM_THREADS), cache, self._registry, tables)
+        self._residency = Residency(self.slots, fetcher, metrics, on_load_ended=lambda: None)
 
     def rows(self, name: str, num_rows: int, is_head: bool) -> Rows | None:
         """Return the rows that a layer computes, as `DeltaManager.rows`.
@@ -121,6 +127,12 @@ class RegistryManager(DeltaManager):
         if rows is None and self._used:
             raise NotServable(self.fault or name)
         return rows
+
+    def slot_of(self, request: Any) -> int:
+        """Return the slot of a LoRARequest's delta, which the running step holds; -1 for the base."""
+        record = None if request is None else self._records.get(request.lora_int_id)
+        delta = None if record is None else self._residency.find(record.label)
+        return -1 if delta is None else delta.slot.index
 
     def begin_load(self, path: str) -> None:
         """Begin to load a version beside the steps, if a slot can be freed."""
@@ -224,10 +236,8 @@ class RegistryManager(DeltaManager):
 def register_server() -> None:
     """Let vLLM's own server find variants by their names. vLLM calls this in each of its processes."""
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-    from vllm.exceptions import VLLMValidationError
     from vllm.lora.request import LoRARequest
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
-    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.worker_base import WorkerBase
 
     if hasattr(WorkerBase, "peraxis_begin_load"):
@@ -244,25 +254,12 @@ def register_server() -> None:
     follower = Follower(LoRARequest)
     LoRAResolverRegistry.register_resolver("peraxis", RegistryResolver())
     stock_init: Any = OpenAIServingModels.__init__
-    stock_inputs: Any = InputProcessor.process_inputs
 
     def __init__(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:
         stock_init(self, engine_client, *args, **kwargs)
         follower.follow(self, engine_client)
 
-    @wraps(stock_inputs)
-    def process_inputs(
-        self: Any, request_id: Any, prompt: Any, params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if getattr(params, "prompt_logprobs", None) is not None:
-            # vLLM computes these logits without saying whose they are.
-            raise VLLMValidationError(
-                "log-probabilities of the prompt are not served beside variants: leave them out"
-            )
-        return stock_inputs(self, request_id, prompt, params, *args, **kwargs)
-
     OpenAIServingModels.__init__ = __init__
-    InputProcessor.process_inputs = process_inputs
 
 
 class Follower:

@@ -132,6 +132,14 @@ class BucketFiles:
         files, folders = self._children(directory)
         return sorted({*files, *folders})
 
+    def each_name(self, directory: PurePath) -> Iterator[str]:
+        parent = PurePosixPath(directory)
+        with self._bucket.calls(), self._expecting_bucket():
+            for page in obstore.list(self._bucket.small, self._key(directory), chunk_size=PAGE):
+                self._cache.keep_listed(page)
+                paths = (self.root / meta["path"] for meta in page)
+                yield from (path.name for path in paths if path.parent == parent)
+
     def subdirectories(self, directory: PurePath) -> list[str]:
         for tree in self._covering(directory):
             return sorted(path.name for path in tree if path.parent == PurePosixPath(directory))

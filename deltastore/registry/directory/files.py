@@ -58,6 +58,11 @@ class DirectoryFiles:
     def names(self, directory: PurePath, *, is_fresh: bool = False) -> list[str]:
         return listed_names(Path(directory))
 
+    def each_name(self, directory: PurePath) -> Iterator[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(directory) as entries:
+            for entry in entries:
+                yield entry.name
+
     def subdirectories(self, directory: PurePath) -> list[str]:
         try:
             with os.scandir(directory) as entries:

@@ -58,6 +58,12 @@
 {{- if and .Values.ray.enabled .Values.cache.persistent -}}
 {{- fail "ray.enabled and cache.persistent are both true: pods of Ray have no claims of their own, leave cache.persistent false" -}}
 {{- end -}}
+{{- if and .Values.ray.enabled .Values.shm.size -}}
+{{- fail "ray.enabled is true and shm.size set: pods of Ray have ray.shmSize" -}}
+{{- end -}}
+{{- if and .Values.settings.engine_python (eq (.Values.settings.backend | default "") "native") -}}
+{{- fail "settings.engine_python is set and settings.backend native: set settings.backend vllm" -}}
+{{- end -}}
 {{- if and .Values.ray.enabled .Values.compressor.enabled -}}
 {{- fail "compressor.enabled and ray.enabled are both true: the Job publishes to the StatefulSet's admin port; run `peraxis compress` and `peraxis push` yourself" -}}
 {{- end -}}

@@ -88,11 +88,11 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
-{{/* Resources of a container. Needs a dict of `root`, `resources` and `gpu`. */}}
+{{/* Resources of a container. Needs a dict of `root`, `resources` and `gpu`; `gpus` is their number, 1 by default. */}}
 {{- define "peraxis.resources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- if .gpu -}}
-{{- $limits := merge (dict .root.Values.gpu.resourceName 1) ($resources.limits | default dict) -}}
+{{- $limits := merge (dict .root.Values.gpu.resourceName (.gpus | default 1 | int)) ($resources.limits | default dict) -}}
 {{- $_ := set $resources "limits" $limits -}}
 {{- end -}}
 {{- toYaml $resources -}}
@@ -112,6 +112,8 @@ seccompProfile:
   value: /var/cache/peraxis/huggingface
 - name: TRITON_CACHE_DIR
   value: /var/cache/peraxis/triton
+- name: TORCHINDUCTOR_CACHE_DIR
+  value: /var/cache/peraxis/inductor
 - name: OMP_NUM_THREADS
   {{- if .Values.ompNumThreads }}
   value: {{ .Values.ompNumThreads | int | quote }}

@@ -121,6 +121,13 @@ def test_the_variants_own_files_go_with_it(tmp_path: Path) -> None:
     assert json.loads((path / "config.json").read_text())["eos_token_id"] == [257, 5]
 
 
+def test_templates_with_names_go_with_it(tmp_path: Path) -> None:
+    templates = {"default": CHAT_TEMPLATE, "tool_use": "T"}
+    change = Change(chat_template=templates)
+    path = merged(make_pair("llama", tmp_path, changes=(change,)), tmp_path).path
+    assert AutoTokenizer.from_pretrained(path).chat_template == templates
+
+
 def test_the_bases_files_go_with_a_variant_that_shares_them(tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path)
     path = merged(models, tmp_path).path

@@ -16,7 +16,7 @@ from compressor.pairs import pair_up
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
 from deltastore.format.artifact import Artifact
-from deltastore.format.manifest import TOKENIZER_FILES
+from deltastore.format.files import TOKENIZER_FILES
 from tests.compressor.helpers.compressing import compressed, rewrite
 from tests.compressor.helpers.decoders import CPU, whole_model
 from tests.helpers.tiny_models import Change, TinyModels, make_pair, make_tokenizer

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 import deltastore
 from deltastore.format.artifact import Artifact
+from deltastore.format.files import FILES as VARIANT_FILES
 from deltastore.format.header import ALIGNMENT, MAX_DIGITS, MAX_HEADER_BYTES, MAX_JSON_VALUES, MAX_NAME_CHARS
 from deltastore.format.layout import MAX_FILE_BYTES
-from deltastore.format.manifest import FILES as VARIANT_FILES
 from deltastore.format.manifest import MAX_FACTS_BYTES, Manifest, TensorSpec, part_names
 from deltastore.format.validate import check_artifact, check_base
 from deltastore.registry.uploads import CHUNK_BYTES

@@ -164,6 +164,11 @@ MANIFESTS = [
         "'../../etc/passwd' is not one of the files",
     ),
     Hostile(
+        "path as a template",
+        with_manifest(lambda m: m.update(files=["additional_chat_templates/../x.jinja"])),
+        "'additional_chat_templates/../x.jinja' is not one of the files",
+    ),
+    Hostile(
         "absolute path as a file",
         with_manifest(lambda m: m.update(files=["/etc/passwd"])),
         "'/etc/passwd' is not one of",

@@ -79,7 +79,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(DirectoryFiles, name, call)
 
-    for name in ("read", "names", "subdirectories"):
+    for name in ("read", "names", "each_name", "subdirectories"):
         counting(name)
     return counted
 

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from server.api.schemas import ChatBody
 from tests.server.helpers.live_server import MAX_MODEL_LEN, LiveServer, error_of
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
@@ -50,6 +52,7 @@ def test_a_chat_has_the_tokens_that_generate_gives_to_the_rendered_conversation(
     assert choice["logprobs"] is None
     assert document["object"] == "chat.completion"
     assert document["system_fingerprint"] == wanted["digest"].removeprefix("sha256:")[:12]
+    assert document["usage"].pop("prompt_tokens_details")["cached_tokens"] in (0, 32)
     assert document["usage"] == wanted["usage"]
     assert reply.headers["X-Peraxis-Version"] == "1"
 
@@ -133,9 +136,26 @@ def test_a_variant_without_a_template_refuses_a_chat(server: LiveServer) -> None
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"verbosity": "low"}, "verbosity"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"logit_bias": {"1": 1}}, "logit_bias"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
+        ({"logit_bias": {"1": -101}}, "logit_bias"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"presence_penalty": True}, "presence_penalty"),
+        ({"prompt": "hi"}, "prompt"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"chat_template": "../chat_template"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": ""}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"a": [1]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": dict.fromkeys(map(str, range(17)))}, "chat_template_kwargs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"messages": [{"role": "banana", "content": "hi"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "refusal", "text": "hi"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "hi", "refusal": 5}]}, "messages"),
+        (
+            {"messages": [{"role": "user", "content": "hi", "deep": json.loads("[" * 101 + "]" * 101)}]},
+            "messages",
+        ),
+        ({"messages": [{"role": "user", "content": "hi", "many": [1] * (1 << 17)}]}, "messages"),
+        ({"messages": [{"role": "user", "function_call": {"name": "f", "arguments": ""}}]}, "messages"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 1}, "logprobs"),
@@ -157,7 +177,9 @@ def test_a_body_that_cannot_be_served_is_refused_by_its_field(
     reply = post(server, **body)
     assert reply.status_code == 400, reply.text
     error = error_of(reply)
-    assert (error["code"], error["param"]) == ("invalid_request", param)
+    assert error["param"] == param
+    # What is too long has a code of its own, which `test_http_manners.py` tests.
+    assert error["code"] in ("invalid_request", "context_length_exceeded")
 
 
 def test_fields_that_change_nothing_are_ignored(server: LiveServer) -> None:
@@ -167,3 +189,48 @@ def test_fields_that_change_nothing_are_ignored(server: LiveServer) -> None:
         "service_tier": "auto", "prediction": None, "user": "someone", "chat_template_kwargs": {},
     }  # fmt: skip
     assert chat(server, **neutral)["choices"] == chat(server)["choices"]
+
+
+def test_fields_of_messages_and_tools_pass_as_they_came() -> None:
+    function = {"name": "f", "description": "d", "return": {"type": "string"}}
+    call = {"id": "1", "type": "function", "index": 0, "function": {"name": "f", "arguments": ""}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "reasoning": "so",
+            "tomorrow": [{"a": 1}],
+        },
+    ]
+    body = {
+        "model": "m",
+        "messages": messages,
+        "tools": [{"type": "function", "function": function, "extra": 1}],
+    }
+    parsed = msgspec.json.decode(json.dumps(body), type=ChatBody)
+    conversation = parsed.conversation(parsed.requested().tools)
+    assert conversation.messages == messages
+    assert json.loads(conversation.tools) == body["tools"]
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        ({"chat_template": "default"}, RENDERED),
+        ({"chat_template_kwargs": {"enable_thinking": False, "budget": 5}}, RENDERED),
+        ({"messages": [{"role": "developer", "content": "be brief"}, MESSAGES[1]]}, RENDERED),
+        ({"messages": [{**message, "tomorrow": {}} for message in MESSAGES]}, RENDERED),
+        (
+            {"messages": [MESSAGES[0], {"role": "user", "content": "hi"}], "continue_final_message": True},
+            "<system>be brief\n<user>hi",
+        ),
+        ({"add_special_tokens": False, "add_generation_prompt": False}, RENDERED),
+    ],
+)
+def test_a_conversation_is_rendered_as_asked(server: LiveServer, body: dict[str, Any], prompt: str) -> None:
+    wanted = server.generate("chatty", prompt=prompt, max_new_tokens=4).json()
+    document = chat(server, max_tokens=4, **body)
+    assert document["usage"]["prompt_tokens"] == wanted["usage"]["prompt_tokens"]
+    assert document["choices"][0]["message"]["content"] == wanted["outputs"][0]["text"]

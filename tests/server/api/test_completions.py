@@ -41,6 +41,13 @@ def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events]
 
 
+def usage_of(document: dict[str, Any]) -> dict[str, int]:
+    """Return the number of tokens, without how many of them were cached."""
+    usage: dict[str, Any] = document["usage"]
+    assert 0 <= usage.pop("prompt_tokens_details")["cached_tokens"] < usage["prompt_tokens"]
+    return usage
+
+
 def joined(documents: list[dict[str, Any]], index: int) -> str:
     """Return the text that a stream gives one choice."""
     choices = [choice for document in documents for choice in document["choices"]]
@@ -67,7 +74,7 @@ def test_the_reply_names_the_version_that_answered(server: LiveServer) -> None:
     assert reply.headers["X-Peraxis-Variant"] == "plain"
     assert reply.headers["X-Peraxis-Version"] == "1"
     assert reply.headers["X-Peraxis-Digest"] == version["digest"]
-    assert document["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    assert usage_of(document) == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
 
 
 def test_the_base_has_no_version_and_no_fingerprint(server: LiveServer) -> None:
@@ -208,16 +215,50 @@ def test_a_stream_ends_with_its_usage_on_request(server: LiveServer) -> None:
     *parts, last = documents
     assert all(document["usage"] is None for document in parts)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    assert usage_of(last) == {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+
+
+def test_each_event_of_a_stream_has_its_usage_on_request(server: LiveServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    documents = stream(server, prompt="hello", max_tokens=4, stream_options=options)
+    counts = [document["usage"]["completion_tokens"] for document in documents]
+    assert counts == sorted(counts)
+    assert (counts[0] >= 1, counts[-1]) == (True, 4)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_usage_tells_the_tokens_that_were_cached(server: LiveServer, is_stream: bool) -> None:
+    """Pages of 16 tokens are cached, and the last token is always computed."""
+    body = {
+        "prompt": [5 + is_stream, *range(3, 45)],
+        "max_tokens": 1,
+        "stream_options": {"include_usage": True},
+    }
+    cached = []
+    for _ in range(2):
+        document = stream(server, **body)[-1] if is_stream else complete(server, **body)
+        cached.append(document["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 32]
 
 
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"best_of": 2}, "best_of"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": 1}, "presence_penalty"),
-        ({"logit_bias": {"50": 100}}, "logit_bias"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": "much"}, "presence_penalty"),
+        ({"logit_bias": {"50": 101}}, "logit_bias"),
+        ({"logit_bias": {"10000": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"top_k": -2}, "top_k"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"guided_json": "no json"}, "guided_json"),
+        ({"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"num_beams": 4}, "num_beams"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "messages"),
         ({"suffix": "the end"}, "suffix"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
@@ -251,7 +292,9 @@ def test_a_body_that_cannot_be_served_is_refused_by_its_field(
     reply = post(server, **{"prompt": "hello", **body})
     assert reply.status_code == 400, reply.text
     error = error_of(reply)
-    assert (error["code"], error["param"]) == ("invalid_request", param)
+    assert error["param"] == param
+    # What is too long has a code of its own, which `test_http_manners.py` tests.
+    assert error["code"] in ("invalid_request", "context_length_exceeded")
 
 
 @pytest.mark.parametrize("missing", ["model", "prompt"])

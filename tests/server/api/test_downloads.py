@@ -223,17 +223,20 @@ def test_a_truncated_object_is_quarantined_and_a_missing_one_is_not_found(
         messages_of(app)
 
 
+def unread_download(url: str, tenant: str = "") -> socket.socket:
+    """Ask for the artifact through a socket that nobody reads, whose buffer holds little of it."""
+    address = httpx.URL(url)
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((address.host, address.port))
+    client.sendall(f"GET / HTTP/1.1\r\nHost: test\r\nTenant: {tenant}\r\n\r\n".encode())
+    return client
+
+
 def test_a_client_that_does_not_read_holds_no_thread_and_little_memory(
     url: str, content: bytes, reads: Reads
 ) -> None:
-    address = httpx.URL(url)
-    stalled = []
-    for _ in range(2 * NUM_THREADS):
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect((address.host, address.port))
-        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        stalled.append(client)
+    stalled = [unread_download(url) for _ in range(2 * NUM_THREADS)]
     try:
         assert eventually(lambda: len(reads.threads) >= len(stalled))
         assert httpx.get(url).content == content
@@ -249,12 +252,8 @@ def test_chunks_of_slow_clients_are_bounded_and_hold_up_no_other_tenant(
 ) -> None:
     # Of five chunks a tenant may hold two: a third is more than is left free behind it.
     with served(app_of(registry, record, 5 * CHUNK_BYTES)) as url, ExitStack() as stack:
-        address = httpx.URL(url)
         for _ in range(2):
-            client = stack.enter_context(socket.socket())
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.connect((address.host, address.port))
-            client.sendall(b"GET / HTTP/1.1\r\nHost: test\r\nTenant: slow\r\n\r\n")
+            stack.enter_context(unread_download(url, "slow"))
         assert eventually(lambda: len(reads.threads) >= 2)
         assert httpx.get(url, headers={"Tenant": "slow"}).status_code == 503
         assert httpx.get(url, headers={"Tenant": "other"}).content == content
@@ -282,9 +281,8 @@ def test_a_client_that_leaves_ends_its_download(
         links = (Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
         return any(os.path.realpath(link) == stored for link in links)
 
-    with httpx.stream("GET", url) as reply:
-        next(reply.iter_raw())
-        assert is_open()
+    with unread_download(url):
+        assert eventually(is_open)
     assert eventually(lambda: not is_open())
     assert len(reads.threads) < NUM_CHUNKS
 

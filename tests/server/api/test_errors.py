@@ -59,7 +59,9 @@ def test_a_parameter_out_of_range_is_named(
 ) -> None:
     reply = server.client.post("/generate", json={**OK, **fields})
     error = error_of(reply)
-    assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_request", param)
+    assert (reply.status_code, error["param"]) == (400, param)
+    # What is too long has a code of its own, which `test_http_manners.py` tests.
+    assert error["code"] in ("invalid_request", "context_length_exceeded")
     assert error["type"] == "invalid_request_error"
 
 
@@ -140,7 +142,7 @@ def test_a_misspelt_query_parameter_is_refused(server: LiveServer) -> None:
 
 
 def test_an_unknown_path_is_not_found(server: LiveServer) -> None:
-    for path in ("/nothing", "/variants/", "/variants/a/b", "/redoc"):
+    for path in ("/nothing", "/nothing/", "/variants/a/b", "/redoc"):
         reply = server.client.get(path)
         assert (reply.status_code, error_of(reply)["code"]) == (404, "not_found")
 

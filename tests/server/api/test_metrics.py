@@ -50,6 +50,21 @@ def test_an_answer_counts_its_request_and_tokens(server: LiveServer, grown: Call
     assert counts() == [2, 2 * HELLO_TOKENS, 6, 6, 2 * HELLO_TOKENS, 6, 2, 2, 4, 2, 2]
 
 
+@pytest.mark.parametrize("kind", ["step", "sample"])
+def test_the_seconds_of_an_answer_are_its_tenants(
+    server: LiveServer, grown: Callable[..., float], kind: str
+) -> None:
+    server.generate("plain", max_new_tokens=1)
+    grown("tenant_seconds_total", tenant="default", kind=kind)
+    steps = grown("step_seconds_sum")
+    server.generate("plain", max_new_tokens=3)
+    assert (
+        0
+        < grown("tenant_seconds_total", tenant="default", kind=kind)
+        <= grown("step_seconds_sum") - steps + 1
+    )
+
+
 def test_the_base_is_counted_under_its_own_label(server: LiveServer, grown: Callable[..., float]) -> None:
     label = {"variant": "base", "finish_reason": "length"}
     lookups = [{"result": result} for result in ("device", "disk")]

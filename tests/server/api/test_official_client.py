@@ -130,7 +130,7 @@ def test_an_error_is_the_client_s_own_exception(client: openai.OpenAI) -> None:
         client.completions.create(model="absent", prompt="a")
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model="chatty", messages=MESSAGES, frequency_penalty=1)
+        client.chat.completions.create(model="chatty", messages=MESSAGES, frequency_penalty=3)
     assert (refused.value.code, refused.value.param) == ("invalid_request", "frequency_penalty")
 
 

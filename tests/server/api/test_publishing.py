@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 
+from deltastore.registry.reader import RegistryReader, Stored
 from server.api.publishing import MAX_UPLOADS_PER_TENANT
 from server.errors import LoadTimeout
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore, NewKey
+from server.tenants.tenant import TenantLimits
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import ARTIFACT_PREFIX, Artifacts, error_of
 
@@ -146,3 +151,123 @@ def audited(registry: Path) -> dict[str, list[str]]:
         for line in map(json.loads, file.read_text().splitlines()):
             found.setdefault(line["action"], []).append(line.get("variant"))
     return found
+
+
+def digest_of(content: bytes) -> dict[str, str]:
+    """Return the header that names an upload's bytes before they come."""
+    return {"Content-Digest": f"sha-256=:{base64.b64encode(hashlib.sha256(content).digest()).decode()}:"}
+
+
+def test_versions_of_all_variants_together_have_a_limit(artifacts: Artifacts, tmp_path: Path) -> None:
+    plain, third, chatty = (
+        path.read_bytes() for path in (artifacts.plain, artifacts.third, artifacts.chatty)
+    )
+
+    async def talk(app: HttpApp, _: NewKey) -> None:
+        async def upload(name: str, content: bytes, *, is_named: bool = True) -> tuple[int, str | None]:
+            headers = digest_of(content) if is_named else {}
+            reply = await app.client.post(f"/variants?name={name}", content=content, headers=headers)
+            return reply.status_code, error_of(reply)["param"] if reply.is_error else None
+
+        assert await upload("a", plain) == await upload("b", third) == (201, None)
+        for is_named in (True, False):
+            assert await upload("b", chatty, is_named=is_named) == (429, "max_stored_versions")
+            # Bytes that the variant has already make no new version.
+            assert (await upload("a", plain, is_named=is_named))[0] == 200
+        assert (await app.client.delete("/variants/a")).status_code == 200
+        assert (await upload("b", chatty))[0] == 201
+
+    serve(artifacts, tmp_path / "registry", talk, default_limits=TenantLimits(max_stored_versions=2))
+
+
+def test_heads_over_a_limit_are_refused_without_a_listing_each(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listings: list[str] = []
+    stored = RegistryReader.stored
+
+    def counted(registry: RegistryReader, tenant: str, rest: Callable[[], None]) -> Stored:
+        listings.append(tenant)
+        return stored(registry, tenant, rest)
+
+    # However slow this machine is.
+    monkeypatch.setattr("server.tenants.stored.RECENT_S", 3600.0)
+
+    async def talk(app: HttpApp, _: NewKey) -> None:
+        content = artifacts.plain.read_bytes()
+        assert (await app.client.post("/variants?name=a", content=content)).status_code == 201
+        monkeypatch.setattr(RegistryReader, "stored", counted)
+        for number in range(20):
+            reply = await app.client.post(f"/variants?name=b{number}", content=content)
+            assert error_of(reply)["param"] == "max_variants"
+        assert listings == []
+
+    serve(artifacts, tmp_path / "registry", talk, default_limits=TenantLimits(max_variants=1))
+
+
+def test_uploads_that_end_together_are_counted_exactly(artifacts: Artifacts, tmp_path: Path) -> None:
+    async def talk(app: HttpApp, _: NewKey) -> None:
+        contents = [path.read_bytes() for path in (artifacts.plain, artifacts.third, artifacts.chatty)]
+        have_all = asyncio.Barrier(len(contents))
+
+        async def body(content: bytes) -> AsyncIterator[bytes]:
+            yield content[:-1]
+            await have_all.wait()
+            yield content[-1:]
+
+        posts = (
+            app.client.post(f"/variants?name=v{number}", content=body(content))
+            for number, content in enumerate(contents)
+        )
+        codes = [reply.status_code for reply in await asyncio.gather(*posts)]
+        assert sorted(codes) == [201, 429, 429]
+
+    serve(artifacts, tmp_path / "registry", talk, default_limits=TenantLimits(max_variants=1))
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+def test_without_a_limit_a_tenant_stores_as_many_bytes_as_it_leaves_free(
+    has_length: bool, artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registry, one = tmp_path / "registry", artifacts.plain.stat().st_size
+    volume = round(5.9 * one)
+    keys = {
+        tenant: KeyStore(registry).create(Auditor(AuditLog(registry)), tenant, ["publish"]).text
+        for tenant in ("first", "second", "third")
+    }
+
+    def free(root: PurePath) -> int:
+        files = [*(registry / "objects").iterdir(), *(registry / "uploads").iterdir()]
+        return volume - sum(file.stat().st_size for file in files)
+
+    monkeypatch.setattr("server.api.publishing.free_bytes", free)
+    plain = artifacts.plain.read_bytes()
+    # Some signs of the first tensor.
+    begin = 8 + int.from_bytes(plain[:8], "little")
+
+    async def talk(app: HttpApp, _: NewKey) -> None:
+        numbers = itertools.count()
+
+        async def fill(tenant: str) -> int:
+            """Publish until that is refused; return how many versions the tenant has."""
+            for number in itertools.count():
+                signs = bytes([next(numbers)])
+                content = plain[:begin] + signs + plain[begin + 1 :]
+
+                async def body(content: bytes = content) -> AsyncIterator[bytes]:
+                    yield content
+
+                reply = await app.client.post(
+                    f"/variants?name=v{number}",
+                    content=content if has_length else body(),
+                    headers={"Authorization": f"Bearer {keys[tenant]}"},
+                )
+                if reply.is_error:
+                    assert error_of(reply)["param"] == "max_stored_bytes", reply.text
+                    assert "leaves free" in error_of(reply)["message"]
+                    return number
+            raise AssertionError
+
+        assert [await fill(tenant) for tenant in ("first", "second", "third")] == [2, 1, 1]
+
+    serve(artifacts, registry, talk)

@@ -49,10 +49,25 @@ def test_a_client_that_leaves_ends_the_requests_of_all_its_prompts(
 
 def test_a_request_that_fails_ends_the_others_of_its_call(family: Family, tmp_path: Path) -> None:
     async def talk(app: HttpApp) -> None:
+        # The engine has four places: one is left for a second call.
+        first = asyncio.create_task(app.client.post("/v1/completions", json=LONG))
+        while app.engine_client.num_open < len(PROMPTS):
+            await asyncio.sleep(0.001)
+        reply = await app.client.post("/v1/completions", json=LONG)
+        assert (reply.status_code, error_of(reply)["code"]) == (503, "overloaded")
+        first.cancel()
+        await ended(app, len(PROMPTS) + 1)
+
+    with_engine(family.base, tmp_path / "registry", talk, max_num_seqs=1, max_queue=3)
+
+
+def test_of_a_call_with_an_unfit_prompt_no_request_begins(family: Family, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
         body = {**LONG, "prompt": [[1, 2], [3], [100_000]]}
         reply = await app.client.post("/v1/completions", json=body)
         assert (reply.status_code, error_of(reply)["param"]) == (400, "prompt")
-        await ended(app, 2)
+        assert app.engine_client.num_open == 0
+        await ended(app, 0)
 
     with_engine(family.base, tmp_path / "registry", talk)
 

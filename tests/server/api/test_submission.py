@@ -47,6 +47,28 @@ def test_the_engine_s_id_of_a_request_begins_with_the_client_s(
     assert all(id.startswith("mine-") for id in ids)
 
 
+def test_a_completion_says_whether_its_text_gets_special_tokens(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    async def recorded(
+        text: VariantText, prompt: str, max_tokens: int, add_special_tokens: bool
+    ) -> list[int]:
+        asked.append(add_special_tokens)
+        return [1]
+
+    monkeypatch.setattr(VariantText, "encode", recorded)
+
+    async def talk(app: HttpApp) -> None:
+        for fields in ({}, {"add_special_tokens": False}, {"add_special_tokens": True}):
+            body = {"model": "base", "prompt": "a", "max_tokens": 1, **fields}
+            assert (await app.client.post("/v1/completions", json=body)).status_code == 200
+
+    with_engine(family.base, tmp_path / "registry", talk)
+    assert asked == [True, False, True]
+
+
 def test_a_client_that_leaves_before_its_prompt_is_tokenized_is_never_submitted(
     family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

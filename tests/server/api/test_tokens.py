@@ -10,6 +10,7 @@ from tests.helpers.tiny_models import VOCAB_SIZE, make_tokenizer
 from tests.server.helpers.live_server import MAX_MODEL_LEN, LiveServer, error_of
 
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def ask(server: LiveServer, route: str, **body: Any) -> dict[str, Any]:
@@ -47,6 +48,18 @@ def test_a_conversation_is_rendered_first(server: LiveServer) -> None:
     assert ask(server, "/tokenize", messages=in_parts, model="chatty")["tokens"] == found["tokens"]
 
 
+def test_a_conversation_takes_the_fields_of_a_chat(server: LiveServer) -> None:
+    body = {
+        "messages": MESSAGES, "model": "chatty", "tools": [TOOL], "tool_choice": "auto", "chat_template": "default",
+        "chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "none",
+        "continue_final_message": True, "return_token_strs": True,
+    }  # fmt: skip
+    assert "".join(ask(server, "/tokenize", **body)["token_strs"]) == "<user>hi"
+    chat = {"messages": MESSAGES, "model": "chatty"}
+    special = ask(server, "/tokenize", **chat, add_special_tokens=True)["tokens"]
+    assert special == make_tokenizer()("<user>hi\n<assistant>")["input_ids"]
+
+
 def test_token_ids_become_text_again_with_their_special_tokens(server: LiveServer) -> None:
     tokens = ask(server, "/tokenize", prompt="</s>naïve", model="plain")["tokens"]
     assert ask(server, "/detokenize", tokens=tokens, model="plain") == {"prompt": "</s>naïve"}
@@ -66,6 +79,10 @@ def test_the_reply_names_the_version(server: LiveServer) -> None:
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "a" * (MAX_MODEL_LEN + 1)}, "prompt"),
         ("/tokenize", {"prompt": "a", "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools"),
+        ("/tokenize", {"messages": MESSAGES, "model": "chatty", "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"messages": [{"role": "banana", "content": "a"}], "model": "chatty"}, "messages"),
+        ("/tokenize", {"messages": MESSAGES, "model": "chatty", "tools": [{"type": "f"}]}, "tools"),
         ("/tokenize", {"messages": MESSAGES, "model": "plain"}, "messages"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
@@ -80,7 +97,9 @@ def test_a_body_that_cannot_be_served_is_refused_by_its_field(
     reply = server.client.post(route, json=body)
     assert reply.status_code == 400, reply.text
     error = error_of(reply)
-    assert (error["code"], error["param"]) == ("invalid_request", param)
+    assert error["param"] == param
+    # What is too long has a code of its own, which `test_http_manners.py` tests.
+    assert error["code"] in ("invalid_request", "context_length_exceeded")
 
 
 def test_an_unknown_model_is_not_found(server: LiveServer) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from server.api.outputs import RequestEvents, SequenceEnd, TextToken, ToolOutputs
+from server.fairness import FairBudget
 from server.grammar.grammar import Requested
-from server.grammar.tool_calls import CallDelta
+from server.grammar.tool_calls import CallDelta, DecodedAnswer, FreeAnswer, ParsedAnswer, parsed
 from server.inline import LocalMetrics
 from server.protocol.engine_client import EngineClient
 from server.protocol.messages import DoneEvent, Event, FinishEvent, Timings, TokenEvent
-from server.protocol.request import Request, SamplingParams
-from server.text.service import TextService
+from server.protocol.request import Request, SamplingParams, token_ids_of
+from server.text.service import TextService, VariantText
 from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.helpers.texts import RESPONSE_TEMPLATE, Texts, files_of, make_texts
@@ -31,7 +32,8 @@ class GivenEvents(RequestEvents):
     """Events that come one by one."""
 
     def __init__(self, events: list[Event]) -> None:
-        super().__init__(EngineClient("test"), LocalMetrics(EngineClient("test")).frontend, "request")
+        metrics = LocalMetrics(EngineClient("test")).frontend
+        super().__init__(EngineClient("test"), metrics, "request", "default", FairBudget(1 << 20, "bytes"))
         self._given: Iterator[Event] = iter(events)
 
     async def take(self) -> list[tuple[int, Event]]:
@@ -51,7 +53,7 @@ def outputs_of(
         text = await service.of(record, "default")
         prompt, ids = [await text.encode(part, 512) for part in (PROMPT, answer)]
         params = SamplingParams(stop_token_ids=frozenset([EOS]))
-        request = Request("r", "default", None, None, tuple(prompt), 300, params)
+        request = Request("r", "default", None, None, token_ids_of(prompt), 300, params)
         tokens: list[Event] = [TokenEvent(0, token) for token in (*ids, EOS)]
         done = DoneEvent(Timings(0.0, 0.0, False, 0.0, 0.0))
         events = GivenEvents([*tokens, FinishEvent(0, "stop"), done])
@@ -86,6 +88,26 @@ def test_a_stream_shows_parts_before_the_answer_has_ended(texts: Texts, tmp_path
     with_text = [position for position, output in enumerate(outputs) if output.text]
     assert with_text[0] < ANSWER.index("<call>") < with_text[0] + len(outputs) // 2
     assert len(with_text) > 1
+
+
+def test_each_token_of_a_stream_is_decoded_once(
+    texts: Texts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[FreeAnswer] = []
+
+    async def recorded(
+        text: VariantText, answers: list[FreeAnswer], tools: bytes
+    ) -> list[tuple[ParsedAnswer, DecodedAnswer]] | None:
+        sent.extend(answers)
+        return await parsed(text, answers, tools)
+
+    monkeypatch.setattr("server.api.outputs.parsed", recorded)
+    outputs_of(texts, tmp_path, RESPONSE_TEMPLATE, ANSWER, as_it_comes=True)
+    assert [isinstance(answer.prompt, DecodedAnswer) for answer in sent] == [False, *[True] * (len(sent) - 1)]
+    assert max(len(answer.new_ids) for answer in sent) == 1
+    decoded = sent[-1].prompt
+    assert isinstance(decoded, DecodedAnswer)
+    assert decoded.text == ANSWER
 
 
 @pytest.mark.parametrize("answer", ["Hello there.", '{"name": "unknown"}'])

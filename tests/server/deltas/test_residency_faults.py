@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from deltastore.errors import (
     ArtifactTooLarge,
@@ -202,10 +203,10 @@ def test_out_of_device_memory_beside_the_slot_fails_that_load_alone(
     good, bad = harness.publish("good", seed=1), harness.publish("bad", seed=2)
     adopt = DeltaTables.adopt
 
-    def fail_for_bad(tables: DeltaTables, layout: DeltaLayout, slot: Slot) -> ResidentDelta:
+    def fail_for_bad(tables: DeltaTables, layout: DeltaLayout, slot: Slot, section: Tensor) -> ResidentDelta:
         if layout.digest == bad.digest:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return adopt(tables, layout, slot)
+        return adopt(tables, layout, slot, section)
 
     with monkeypatch.context() as failing:
         failing.setattr(DeltaTables, "adopt", fail_for_bad)

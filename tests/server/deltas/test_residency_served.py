@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.engine import Mode
 from deltastore.registry.records import VersionRecord
 from tests.helpers.tiny_models import Change, make_pair
-from tests.server.helpers.served import Served, make_delta, serving
+from tests.server.helpers.served import (
+    Mode,
+    Served,
+    make_delta,
+    serving,
+)
+from tests.vllm.helpers.environment import SIZES
 
 PROMPT = [5, 6, 7, 8]
 
@@ -18,7 +23,7 @@ PROMPT = [5, 6, 7, 8]
 @pytest.fixture(scope="module")
 def base_and_deltas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
     directory = tmp_path_factory.mktemp("models")
-    models = make_pair("llama", directory, seed=5, changes=(Change(),) * 3)
+    models = make_pair("llama", directory, seed=5, changes=(Change(),) * 3, **SIZES)
     files = [directory / f"{number}.safetensors" for number in range(3)]
     pairs = zip(models.finetunes, files, strict=True)
     return models.base, [make_delta(models.base, finetune, file) for finetune, file in pairs]

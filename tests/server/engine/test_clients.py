@@ -50,7 +50,7 @@ def client(address: str, socket: EngineSocket) -> Iterator[zmq.Socket[bytes]]:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.set_hwm(5)
         dealer.connect(address)
-        dealer.send(b"hello")
+        dealer.send_multipart([b"head", b"hello"])
         assert socket.receive(10.0)
         yield dealer
 

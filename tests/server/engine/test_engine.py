@@ -6,22 +6,25 @@ import queue
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-from bench.engine import Mode
 from deltastore.errors import VariantNotFound, VariantQuarantined
+from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
 from server.engine.model_runner import Batch
 from server.engine.request_state import RequestState, WaitingRequests
 from server.engine.sequence import Sequence
 from server.errors import Draining, EngineFailed, InvalidRequest, LoadTimeout, QueueFull
-from server.protocol.messages import DoneEvent, ErrorEvent, TokenEvent
+from server.protocol.messages import DoneEvent, ErrorEvent, Event, FinishEvent, TokenEvent
 from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (
+    WAIT_S,
     Answer,
     Family,
+    Mode,
     Pending,
     Served,
     make_family,
@@ -146,7 +149,7 @@ def test_a_corrupt_object_fails_its_own_requests_and_is_quarantined(served: Serv
     assert isinstance(error_of(answers[0]), VariantQuarantined)
     assert isinstance(error_of(answers[2]), VariantQuarantined)
     with pytest.raises(VariantQuarantined):
-        served.registry.resolve("default", "bad")
+        served.registry.resolve("default", bad.name)
 
 
 def test_requests_and_calls_for_the_same_bytes_are_told_of_their_own_version_alone(
@@ -158,7 +161,7 @@ def test_requests_and_calls_for_the_same_bytes_are_told_of_their_own_version_alo
     calls = [served.engine.load(record) for record in (first, second)]
     errors = [error_of(pending.answer()) for pending in waiting] + [call.exception(20) for call in calls]
     assert all(isinstance(error, VariantNotFound) for error in errors)
-    names = ["default/first@1", "default/second@1"] * 2
+    names = [first.label, second.label] * 2
     reason = "its object is no longer in the registry: upload it again"
     assert [str(error) for error in errors] == [f"{name}: {reason}" for name in names]
 
@@ -246,6 +249,47 @@ def test_a_variant_that_finds_no_slot_in_time_is_told_so(
         assert eventually(lambda: served.num_cancelled() == 2)
 
 
+def test_a_request_that_is_not_read_leaves_its_rows_and_goes_on_with_the_same_tokens(served: Served) -> None:
+    long = {"max_new_tokens": 150, "n": 2, "stop_token_ids": frozenset()}
+    want = sorted_tokens(served.ask(None, PROMPT, **long).events)
+    pending = served.start(None, PROMPT, **long)
+    found = [pending.events.get(timeout=WAIT_S)]
+    served.engine.set_paused(pending.request.id, True)
+    # Answered behind the pause, so that what comes later shows whether there is one.
+    served.ask(None, [9, 8], max_new_tokens=1)
+    found += [pending.events.get() for _ in range(pending.events.qsize())]
+    for _ in range(3):
+        served.ask(None, [9, 8], max_new_tokens=30, stop_token_ids=frozenset())
+    assert pending.events.empty()
+    served.engine.set_paused(pending.request.id, False)
+    assert sorted_tokens([*found, *pending.answer().events]) == want
+
+
+def sorted_tokens(events: list[Event]) -> list[list[int]]:
+    """Return the tokens of each of two sequences."""
+    tokens: list[list[int]] = [[], []]
+    for event in events:
+        if isinstance(event, TokenEvent):
+            tokens[event.index].append(event.token_id)
+    return tokens
+
+
+def test_a_sequence_that_is_ended_while_its_request_pauses_starts_no_other(served: Served) -> None:
+    pending = served.start(None, PROMPT, max_new_tokens=150, n=3, stop_token_ids=frozenset())
+    found = [pending.events.get(timeout=WAIT_S)]
+    served.engine.set_paused(pending.request.id, True)
+    for index in range(2):
+        served.engine.stop_sequence(pending.request.id, index)
+    served.ask(None, [9, 8], max_new_tokens=1)
+    found += [pending.events.get() for _ in range(pending.events.qsize())]
+    served.ask(None, [9, 8], max_new_tokens=30, stop_token_ids=frozenset())
+    assert pending.events.empty()
+    served.engine.set_paused(pending.request.id, False)
+    found += pending.answer().events
+    ends = [event for event in found if isinstance(event, FinishEvent)]
+    assert ends == [FinishEvent(0, "stop"), FinishEvent(1, "stop"), FinishEvent(2, "length")]
+
+
 def test_a_full_queue_refuses_and_the_admitted_ones_are_answered(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,36 +301,68 @@ def test_a_full_queue_refuses_and_the_admitted_ones_are_answered(
     assert all(isinstance(pending.answer().end, DoneEvent) for pending in admitted)
 
 
-def test_a_full_queue_takes_a_place_from_a_larger_tenant_and_never_from_a_request_with_a_token(
+def test_a_tenant_whose_requests_have_all_begun_leaves_as_many_places_to_others(
+    deltas: Family, tmp_path: Path
+) -> None:
+    """With a version for each request, each has a queue of its own in the scheduler, and all of them begin."""
+    registry = tmp_path / "registry"
+    with serving(deltas.base, registry, auth="keys", max_num_seqs=4, max_queue=12) as served:
+        records = [served.publish(deltas.artifacts[0], f"v{number}") for number in range(16)]
+        ended: list[str] = []
+
+        def start(tenant: str, record: VersionRecord | None, **sampling: Any) -> Pending:
+            endless = {"max_new_tokens": 240, "stop_token_ids": frozenset(), **sampling}
+            request = replace(served.request(record, PROMPT, **endless), tenant=tenant)
+            events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+            def note(event: Event) -> None:
+                if isinstance(event, DoneEvent | ErrorEvent):
+                    ended.append(request.id)
+                events.put(event)
+
+            served.engine.submit(request, note)
+            return Pending(request, events)
+
+        begun, refused = [], []
+        for record in records:
+            pending = start("large", record, n=128)
+            event = pending.events.get(timeout=240)
+            if isinstance(event, ErrorEvent):
+                refused.append(event.error)
+            else:
+                begun.append(pending)
+        assert [type(error) for error in refused] == [QueueFull] * 8
+        assert "leaves free to others" in str(refused[0])
+        # Half of what is left: four that begin, and each is answered to its end.
+        small = [start("small", None, max_new_tokens=4) for _ in range(4)]
+        assert all(isinstance(pending.answer().end, DoneEvent) for pending in small)
+        assert not {pending.request.id for pending in begun} & set(ended)
+        for pending in begun:
+            served.engine.cancel(pending.request.id)
+        assert eventually(lambda: not served.metric("num_requests_running"))
+        # Places that were given back are free.
+        assert isinstance(start("large", records[0], max_new_tokens=4).answer().end, DoneEvent)
+
+
+def test_as_many_tenants_as_there_are_places_have_a_request_each(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(deltas.base, tmp_path / "registry", max_num_seqs=1, max_queue=3) as served:
+    with serving(deltas.base, tmp_path / "registry", auth="keys", max_num_seqs=1, max_queue=4) as served:
         slow_down(monkeypatch)
-
-        def start(tenant: str) -> Pending:
-            request = served.request(None, PROMPT, max_new_tokens=240, stop_token_ids=frozenset())
-            request = replace(request, tenant=tenant)
-            pending = Pending(request, queue.SimpleQueue())
-            served.engine.submit(request, pending.events.put)
-            return pending
-
-        large = [start("large")]
-        assert isinstance(large[0].events.get(timeout=240), TokenEvent)
-        large += [start("large") for _ in range(3)]
-        small = [start("small"), start("small")]
-        # The newest first.
-        assert [type(error_of(large[number].answer())) for number in (3, 2)] == [QueueFull] * 2
-        # Both tenants would have as many requests.
-        assert isinstance(error_of(start("small").answer()), QueueFull)
-        for pending in (large[0], large[1], *small):
-            served.engine.cancel(pending.request.id)
-        assert eventually(lambda: served.num_cancelled() == 4)
+        asked = [
+            replace(served.request(None, PROMPT, max_new_tokens=20), tenant=f"tenant-{number}")
+            for number in range(20)
+        ]
+        pending = [Pending(request, queue.SimpleQueue()) for request in asked]
+        for one in pending:
+            served.engine.submit(one.request, one.events.put)
+        ends = [one.answer().end for one in pending]
+        assert [isinstance(end, DoneEvent) for end in ends] == [True] * 5 + [False] * 15
 
 
 def test_all_sequences_of_a_request_go_before_those_of_later_requests(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So requests that nothing displaces are no more than the batch has rows, and one of them."""
     with serving(deltas.base, tmp_path / "registry", max_num_seqs=1, max_queue=8) as served:
         slow_down(monkeypatch)
         events: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -348,6 +424,18 @@ def test_what_cannot_be_served_is_refused_at_once(
     assert refusal.param == param
 
 
+def test_a_request_beyond_its_tenant_s_unread_bytes_is_refused_unread_and_counted(
+    deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.engine.clients.MAX_UNREAD_BYTES", 4096)
+    with serving(deltas.base, tmp_path / "registry") as served:
+        end = served.ask(None, [5] * 600).end
+        assert isinstance(end, ErrorEvent)
+        assert isinstance(end.error, QueueFull)
+        assert served.metric("admission_rejections_total", reason="queue_full") == 1
+        assert isinstance(served.ask(None, PROMPT).end, DoneEvent)
+
+
 def test_an_id_in_use_is_refused_and_its_owner_is_answered(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,12 +452,13 @@ def test_metrics_count_what_happened(served: Served, deltas: Family) -> None:
         served.ask(record, PROMPT, max_new_tokens=3)
     assert served.metric("variant_lookups_total", result="disk") == 1
     assert served.metric("variant_lookups_total", result="device") == 1
-    assert served.metric("variant_tokens_total", variant="default/v", kind="prompt") == 2 * len(PROMPT)
-    assert served.metric("variant_tokens_total", variant="default/v", kind="generation") == 6
-    assert served.metric("variant_requests_total", variant="default/v", finish_reason="length") == 2
+    variant = f"default/{record.name}"
+    assert served.metric("variant_tokens_total", variant=variant, kind="prompt") == 2 * len(PROMPT)
+    assert served.metric("variant_tokens_total", variant=variant, kind="generation") == 6
+    assert served.metric("variant_requests_total", variant=variant, finish_reason="length") == 2
     assert served.metric("variant_load_bytes_total", source="disk") == record.device_bytes
     assert served.metric("cold_start_seconds_count", source="disk") == 1
     assert served.metric("time_to_first_token_seconds_count") == 2
     assert served.metric("step_seconds_count") == 6
     assert served.metric("slots_in_use") == 1
-    assert served.metric("variant_resident", variant="default/v", level="device") == 1
+    assert served.metric("variant_resident", variant=variant, level="device") == 1

@@ -14,10 +14,12 @@ from server.engine.clients import EngineSocket, refuse_clients
 from server.protocol.messages import (
     MAX_MESSAGE_BYTES,
     EngineMessage,
+    Header,
     Hello,
     Refused,
     decode_engine_message,
     encode,
+    encode_header,
 )
 
 WAIT_MS = 30_000
@@ -50,7 +52,7 @@ def receive(client: zmq.Socket[bytes]) -> EngineMessage:
 def receive_one(socket: EngineSocket) -> bytes:
     while not (found := socket.receive(1.0)):
         continue
-    [(_, raw)] = found
+    [(_, _, raw)] = found
     return raw
 
 
@@ -59,18 +61,21 @@ def test_an_oversized_message_is_dropped_and_others_still_arrive(
 ) -> None:
     with client_of(address) as hostile, client_of(address) as client:
         hostile.send(bytes(MAX_MESSAGE_BYTES + 1))
-        client.send(b"hello")
+        client.send_multipart([b"head", b"hello"])
         assert receive_one(engine_socket) == b"hello"
         assert engine_socket.receive(0.2) == []
 
 
-def test_messages_with_too_many_frames_are_dropped(engine_socket: EngineSocket, address: str) -> None:
+def test_messages_with_too_many_or_too_few_frames_are_dropped(
+    engine_socket: EngineSocket, address: str
+) -> None:
     with client_of(address) as client:
         client.send_multipart([b"a", b"b", b"c"])
-        client.send(b"hello")
+        client.send(b"a")
+        client.send_multipart([b"head", b"hello"])
         while not (found := engine_socket.receive(1.0)):
             continue
-        assert [raw for _, raw in found] == [b"hello"]
+        assert [raw for _, _, raw in found] == [b"hello"]
 
 
 def test_clients_are_refused_until_the_engine_is_told_to_stop(
@@ -80,7 +85,7 @@ def test_clients_are_refused_until_the_engine_is_told_to_stop(
     refusing = threading.Thread(target=refuse_clients, args=(engine_socket, error, 600.0, stopping))
     refusing.start()
     with client_of(address) as client:
-        client.send(encode(Hello()))
+        client.send_multipart([encode_header(Header()), encode(Hello())])
         answer = receive(client)
     stopping.set()
     refusing.join(WAIT_MS / 1000)

@@ -12,10 +12,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.engine import Mode
 from deltastore.registry.records import VersionRecord
 from tests.helpers.tiny_models import Change, make_pair
-from tests.server.helpers.served import Served, generate, make_delta, merged, same_up_to_a_tie, serving
+from tests.server.helpers.served import (
+    WAIT_S,
+    Mode,
+    Served,
+    generate,
+    kv_cache_gb,
+    make_delta,
+    merged,
+    same_up_to_a_tie,
+    serving,
+)
+from tests.vllm.helpers.environment import SIZES
 
 NUM_VARIANTS, NUM_REQUESTS = 8, 200
 
@@ -49,7 +59,7 @@ class MergedFamily:
 def family(tmp_path_factory: pytest.TempPathFactory) -> MergedFamily:
     directory = tmp_path_factory.mktemp("family")
     changes = tuple(Change(added_tokens=number % 3) for number in range(NUM_VARIANTS))
-    pair = make_pair("llama", directory, seed=11, changes=changes)
+    pair = make_pair("llama", directory, seed=11, changes=changes, **SIZES)
     artifacts: list[Path] = []
     models = [AutoModelForCausalLM.from_pretrained(pair.base, dtype=torch.float32)]
     for number, finetune in enumerate(pair.finetunes):
@@ -61,13 +71,14 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> MergedFamily:
 @pytest.fixture
 def served(family: MergedFamily, tmp_path: Path, mode: Mode) -> Iterator[Served]:
     """An engine with few slots and a small KV cache, so that deltas are evicted and sequences preempted."""
-    size = 16 * 512 * 30  # 30 pages of 16 tokens
+    num_pages = 8 if mode == "vllm" else 30
     with serving(
         family.base,
         tmp_path / "registry",
         mode,
         max_gpu_deltas=3,
-        kv_cache_gb=size / 1e9,
+        kv_cache_gb=kv_cache_gb(mode, num_pages),
+        load_timeout=WAIT_S,
         max_num_seqs=24,
         max_queue=400,
     ) as running:
@@ -117,7 +128,8 @@ def test_a_prefix_cache_warm_from_one_variant_changes_nothing_for_another(
     served: Served, family: MergedFamily
 ) -> None:
     records = [None, *(served.publish(file, f"v{i}") for i, file in enumerate(family.artifacts))]
-    prompt = tuple(random.Random(7).randrange(1, 250) for _ in range(70))
+    draw = random.Random(7)
+    prompt = tuple(draw.randrange(1, 250) for _ in range(140))
     for variant in [*range(NUM_VARIANTS + 1), *reversed(range(NUM_VARIANTS + 1))]:
         ask = Ask(variant, prompt, 12)
         check(family, ask, start_all(served, records, [ask])[0])

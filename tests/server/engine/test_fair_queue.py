@@ -1,9 +1,9 @@
-"""Shares of tenants among each other, and of one tenant's variants, in tokens and simulated time."""
+"""Shares of tenants among each other, and of one tenant's variants, in simulated time."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -24,13 +24,16 @@ def backlog(
     ]
 
 
-def cost_until(sim: Simulation, sequences: list[SimSequence], until_s: float, key: Key) -> Counter[str]:
-    """Count what each was served in that time: prompt tokens, and generated ones twice."""
-    got: Counter[str] = Counter()
+def seconds_until(
+    sim: Simulation, sequences: list[SimSequence], until_s: float, key: Key
+) -> dict[str, float]:
+    """Count the seconds of steps that each was served in that time; a generated token takes two parts, others one."""
+    got: defaultdict[str, float] = defaultdict(float)
 
     def count(plan: StepPlan, now: float) -> None:
-        for sequence, num_tokens in plan.batch.items():
-            got[key(sequence)] += num_tokens if _is_prompt(sequence, num_tokens) else 2
+        parts = {s: float(n if _is_prompt(s, n) else 2) for s, n in plan.batch.items()}
+        for sequence, part in parts.items():
+            got[key(sequence)] += sim.costs.of(plan) * part / sum(parts.values())
 
     sim.on_step = count
     simulate(sim, sequences, until_s=until_s)
@@ -50,7 +53,7 @@ def test_tenants_get_the_same_whatever_the_shape_and_number_of_their_requests() 
     sequences = (
         backlog("many", 1000, 20, 20) + backlog("prompts", 300, 200, 5) + backlog("talks", 300, 10, 150)
     )
-    got = cost_until(Simulation(FEW_SEQUENCES), sequences, 20.0, by_tenant)
+    got = seconds_until(Simulation(FEW_SEQUENCES), sequences, 20.0, by_tenant)
     assert max(got.values()) < 1.15 * min(got.values())
 
 
@@ -72,7 +75,7 @@ def test_one_request_does_not_wait_behind_another_tenants_thousand() -> None:
 def test_variants_of_one_tenant_get_the_same() -> None:
     sequences = backlog("a", 600, 20, 20, "v1") + backlog("a", 200, 100, 10, "v2") + backlog("a", 300, 20, 20)
     limits = step_limits(max_num_seqs=8, max_batch_tokens=128, delta_cost_tokens=0.0)
-    got = cost_until(Simulation(limits), sequences, 12.0, lambda sequence: sequence.digest or "base")
+    got = seconds_until(Simulation(limits), sequences, 12.0, lambda sequence: sequence.digest or "base")
     assert max(got.values()) < 1.2 * min(got.values())
 
 
@@ -80,7 +83,7 @@ def test_a_tenant_with_many_variants_gets_no_more_than_one_with_one() -> None:
     sequences = backlog("single", 600, 20, 20, "s") + [
         sequence for index in range(7) for sequence in backlog("many", 100, 20, 20, f"v{index}")
     ]
-    got = cost_until(Simulation(FEW_SEQUENCES), sequences, 12.0, by_tenant)
+    got = seconds_until(Simulation(FEW_SEQUENCES), sequences, 12.0, by_tenant)
     assert got["many"] < 1.05 * got["single"]
 
 
@@ -89,7 +92,7 @@ def test_reading_many_deltas_is_charged() -> None:
     sequences = backlog("single", 900, 20, 20, "s") + [
         sequence for index in range(7) for sequence in backlog("many", 100, 20, 20, f"v{index}")
     ]
-    got = cost_until(Simulation(limits), sequences, 12.0, by_tenant)
+    got = seconds_until(Simulation(limits), sequences, 12.0, by_tenant)
     assert got["many"] < 0.7 * got["single"]
 
 
@@ -192,3 +195,50 @@ def test_the_first_is_always_of_the_tenant_and_the_variant_that_were_served_leas
             ready = [queue.tenant.counter for queue in queues.values() if queue.is_ready]
             assert queues[first.tenant].tenant.counter == min(ready)
             fair_queue.remove(first)
+
+
+def test_a_tenant_gets_its_share_of_rows_beside_long_answers() -> None:
+    limits = step_limits(max_num_seqs=8, max_batch_tokens=128, preempt_wait_s=0.5)
+    long = backlog("greedy", 16, 50, 2000)
+    burst = [SimSequence(f"chat{i}", "good", None, 20, 200, 1.0) for i in range(4)]
+    simulate(Simulation(limits), [*long, *burst])
+    # With one row, the second would wait for the answer to the first, and so on.
+    assert sorted(chat.first_token_s for chat in burst)[1] < 0.5 + 0.2
+    assert max(chat.first_token_s for chat in burst) < 3
+    assert sum(sequence.num_preempted for sequence in long) <= 4
+
+
+def test_rows_are_shared_within_the_budget_of_recomputed_tokens() -> None:
+    def num_preempted(recompute_share: float) -> int:
+        limits = step_limits(8, 128, preempt_wait_s=0.1, recompute_share=recompute_share)
+        long = backlog("greedy", 16, 500, 500)
+        # One is always there, so that none is preempted for a tenant without a row.
+        chats = [SimSequence("steady", "good", None, 20, 2000, 0.0)]
+        chats += [SimSequence(f"chat{i}", "good", None, 20, 5, 1.0 + 0.3 * (i // 3)) for i in range(60)]
+        simulate(Simulation(limits), [*long, *chats])
+        return sum(sequence.num_preempted for sequence in long)
+
+    assert 0 < num_preempted(0.001) < num_preempted(1.0) / 2
+
+
+def test_tenants_at_their_shares_of_rows_do_not_preempt_each_other() -> None:
+    limits = step_limits(max_num_seqs=8, max_batch_tokens=128, preempt_wait_s=0.1)
+    every = [sequence for tenant in "abc" for sequence in backlog(tenant, 8, 10, 400)]
+    simulate(Simulation(limits), every)
+    # No tenant has fewer than two rows for long, and the other two rows go to those who came first.
+    assert sum(sequence.num_preempted for sequence in every) <= 8
+
+
+def test_a_queue_counts_the_tenants_that_have_sequences() -> None:
+    sim = Simulation(FEW_SEQUENCES)
+    scheduler = sim.scheduler()
+    sequences = [*backlog("a", 2, 10, 10), *backlog("b", 1, 10, 10)]
+    for sequence in sequences:
+        scheduler.add(sequence, 0.0)
+    assert sequences[0].queue.tenant is sequences[1].queue.tenant
+    counted = [scheduler._queue.num_tenants]
+    scheduler.plan(0.0)
+    for sequence in sequences:
+        scheduler.remove(sequence)
+        counted.append(scheduler._queue.num_tenants)
+    assert counted == [2, 2, 1, 0]

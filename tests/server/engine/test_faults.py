@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from bench.engine import Mode
 from deltastore.errors import VariantQuarantined
 from deltastore.registry.records import VersionRecord
 from server.deltas.residency import Residency
@@ -22,16 +22,22 @@ from server.protocol.messages import ErrorEvent
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (
+    PAGE_TOKENS,
     WAIT_S,
     Answer,
     Family,
+    Mode,
     Pending,
     Served,
+    generate,
+    kv_cache_gb,
     make_delta,
     make_family,
     on_forward,
+    same_up_to_a_tie,
     serving,
 )
+from tests.vllm.helpers.environment import SIZES
 
 PROMPTS = [[5, 6, 7, 8], list(range(40, 90)), [9] * 20, [200, 3, 1]]
 NUM_NEW = 24
@@ -189,7 +195,7 @@ def test_a_variant_deleted_while_it_runs_answers_to_the_end(served: Served, fami
     running = served.start(gone, PROMPTS[1], max_new_tokens=60)
 
     def delete() -> None:
-        served.registry.delete("default", "gone")
+        served.registry.delete("default", gone.name)
         served.engine.load(gone, "unload").result(20)
 
     others.undisturbed_by(delete)
@@ -217,11 +223,11 @@ def test_the_same_seed_draws_the_same_tokens_in_any_batch(served: Served, family
     assert crowded == alone
 
 
-def test_the_same_seed_draws_the_same_beside_a_variant_of_more_tokens(tmp_path: Path) -> None:
-    pair = make_pair("llama", tmp_path, seed=6, changes=(Change(added_tokens=5),))
+def test_the_same_seed_draws_the_same_beside_a_variant_of_more_tokens(tmp_path: Path, mode: Mode) -> None:
+    pair = make_pair("llama", tmp_path, seed=6, changes=(Change(added_tokens=5),), **SIZES)
     wider = make_delta(pair.base, pair.finetunes[0], tmp_path / "wider.safetensors")
     sampling = {"temperature": 1.0, "seed": 3, "max_new_tokens": NUM_NEW}
-    with serving(pair.base, tmp_path / "registry") as served:
+    with serving(pair.base, tmp_path / "registry", mode) as served:
         record = served.publish(wider, "wider")
         alone = served.ask(None, PROMPTS[0], **sampling).token_ids
         crowd = [served.start(record, prompt, max_new_tokens=60) for prompt in PROMPTS]
@@ -241,17 +247,22 @@ def test_a_pin_outlives_an_older_call_to_unload(served: Served, family: Family) 
     assert served.engine.state_of(record).is_pinned
 
 
-def test_contexts_of_a_long_rope_end_where_its_factors_would_change(tmp_path: Path) -> None:
+def test_contexts_of_a_long_rope_end_where_its_factors_would_change(tmp_path: Path, mode: Mode) -> None:
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
+        "short_factor": [1.0] * 16,
+        "long_factor": [4.0] * 16,
     }
     lengths: dict[str, Any] = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
-    pair = make_pair("phi3", tmp_path, seed=6, changes=(), rope_parameters=rope, **lengths)
-    with serving(pair.base, tmp_path / "registry") as served:
+    pair = make_pair("phi3", tmp_path, seed=6, changes=(), rope_parameters=rope, **lengths, **SIZES)
+    model = AutoModelForCausalLM.from_pretrained(pair.base, dtype=torch.float32)
+    with serving(pair.base, tmp_path / "registry", mode) as served:
         assert served.engine.facts.max_model_len == 64
+        tokens, margins = generate(model, PROMPTS[1][:40], 20)
+        assert same_up_to_a_tie(
+            served.ask(None, PROMPTS[1][:40], max_new_tokens=20).token_ids, tokens, margins
+        )
 
 
 def test_odd_but_valid_sampling_is_served(served: Served) -> None:
@@ -262,11 +273,11 @@ def test_odd_but_valid_sampling_is_served(served: Served) -> None:
     assert len(served.ask(None, PROMPTS[0], temperature=1.0, top_k=10**6, **sampling).token_ids) == 8
 
 
-def test_more_than_the_cache_holds_is_refused_at_once(family: Family, tmp_path: Path) -> None:
-    with serving(
-        family.base, tmp_path / "registry", kv_cache_gb=16 * 512 * 4 / 1e9
-    ) as small:  # 3 pages of 16 tokens
-        assert len(small.ask(None, [5] * 40, max_new_tokens=8).token_ids) == 8
-        refusal = failed(small.ask(None, [5] * 41, max_new_tokens=8))
+def test_more_than_the_cache_holds_is_refused_at_once(family: Family, tmp_path: Path, mode: Mode) -> None:
+    # One page, and one for padding.
+    fits = PAGE_TOKENS[mode]
+    with serving(family.base, tmp_path / "registry", mode, kv_cache_gb=kv_cache_gb(mode, 2)) as small:
+        assert len(small.ask(None, [5] * (fits - 8), max_new_tokens=8).token_ids) == 8
+        refusal = failed(small.ask(None, [5] * (fits - 7), max_new_tokens=8))
         assert isinstance(refusal, InvalidRequest)
-        assert "48 that fit" in str(refusal)
+        assert f"{fits} that fit" in str(refusal)

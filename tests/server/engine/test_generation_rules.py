@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from deltastore.registry.records import VersionRecord
-from server.engine.sampler import draw_seed
 from server.text.generation_config import sampling_defaults
-from tests.server.helpers.served import Served, make_family, merged, serving
+from tests.server.helpers.drawing import draws_of
+from tests.server.helpers.served import Family, Mode, Served, make_family, merged, serving
 
 PROMPT, NUM_NEW = [5, 6, 7, 5, 6, 8, 5, 6], 40
 COMBINED: dict[str, Any] = {
@@ -46,16 +46,11 @@ class Variant:
             **{"eos_token_id": [257], "pad_token_id": 258, "max_new_tokens": NUM_NEW, **config}
         )
 
-        def seeds_each_draw(ids: Tensor, scores: Tensor) -> Tensor:
-            torch.manual_seed(draw_seed(seed, ids.shape[1] - len(PROMPT)))
-            return scores
-
-        with torch.inference_mode():
+        with torch.inference_mode(), draws_of(seed):
             made = self.model.generate(
                 torch.tensor([PROMPT]),
                 generation_config=given,
                 attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-                logits_processor=[seeds_each_draw],
             )
         tokens: list[int] = made[0, len(PROMPT) :].tolist()
         return tokens
@@ -67,11 +62,18 @@ class Variant:
 
 
 @pytest.fixture(scope="module")
-def variant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Variant]:
-    directory = tmp_path_factory.mktemp("rules")
-    family = make_family(directory, seed=5, num_variants=1)
-    model = merged(family.base, family.artifacts[0], directory / "merged")
-    with serving(family.base, directory / "registry") as served:
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(tmp_path_factory.mktemp("rules"), seed=5, num_variants=1)
+
+
+@pytest.fixture(scope="module")
+def model(family: Family, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return merged(family.base, family.artifacts[0], tmp_path_factory.mktemp("merged"))
+
+
+@pytest.fixture
+def variant(family: Family, model: Any, tmp_path: Path, mode: Mode) -> Iterator[Variant]:
+    with serving(family.base, tmp_path / "registry", mode) as served:
         yield Variant(served, served.publish(family.artifacts[0], "ruled"), model)
 
 

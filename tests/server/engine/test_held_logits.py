@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from llguidance.numpy import apply_token_bitmask_inplace
 
 from server.engine.request_state import HeldLogits, RequestState, SequenceOutput, apply_masks, masked
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import Request, SamplingParams, token_ids_of
 from tests.server.engine.helpers.masks import pack
 
 WIDTH = 40
@@ -19,7 +19,9 @@ VOCABS = [1, 5, 8, 31, 32, 33, 259]
 
 def output(num_embeddings: int = WIDTH) -> SequenceOutput:
     """Make a constrained sequence whose mask has not come."""
-    request = Request("r", "t", None, None, (1,), num_embeddings, SamplingParams(is_constrained=True))
+    request = Request(
+        "r", "t", None, None, token_ids_of([1]), num_embeddings, SamplingParams(is_constrained=True)
+    )
     state = RequestState(request, lambda event: None, "device", 0.0)
     return state.outputs[state.start_sequence().index]
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.engine import kv_cache_manager
 from server.engine.kv_cache_manager import PADDING_PAGE, KVCacheManager
 from server.engine.sequence import Sequence
-from server.protocol.request import Request, SamplingParams
+from server.protocol import request
+from server.protocol.request import PageHashes, Request, SamplingParams, page_hash, token_ids_of
 from tests.server.helpers.simulation import version
 
 SIZE = 4
@@ -25,7 +27,7 @@ def sequence(
 ) -> Sequence:
     record = None if digest is None else version(digest)
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    return Sequence(Request("r", tenant, digest, record, tuple(tokens), 1 << 20, params), 0)
+    return Sequence(Request("r", tenant, digest, record, token_ids_of(tokens), 1 << 20, params), 0)
 
 
 def begin(cache: KVCacheManager, seq: Sequence) -> Sequence:
@@ -115,6 +117,35 @@ def test_the_least_recently_used_prefix_is_forgotten_first_and_its_end_before_it
     assert seen(cache, list(range(9))) == 8
 
 
+def stream(cache: KVCacheManager, tenant: str, num_prompts: int) -> None:
+    """Have a tenant compute prompts of three pages that differ, one after the other."""
+    for number in range(num_prompts):
+        seq = begin(cache, sequence([1000 + number] * 12, tenant=tenant))
+        compute(cache, seq)
+        cache.release(seq)
+
+
+def test_a_tenant_s_prefix_stays_while_another_streams_many_times_the_cache_through() -> None:
+    cache = KVCacheManager(13, SIZE)
+    seq = begin(cache, sequence(list(range(13)), tenant="a"))
+    compute(cache, seq)
+    cache.release(seq)
+    stream(cache, "b", 100)
+    assert seen(cache, list(range(13)), tenant="a") == 12
+
+
+def test_a_tenant_alone_has_the_whole_cache_and_gives_way_to_others_until_they_have_as_much() -> None:
+    cache = KVCacheManager(13, SIZE)
+    stream(cache, "a", 4)
+    assert cache.num_available == cache.num_pages
+    assert [seen(cache, [1000 + number] * 13, tenant="a") for number in range(4)] == [12] * 4
+    stream(cache, "b", 2)
+    assert [seen(cache, [1000 + number] * 13, tenant="a") for number in range(4)] == [0, 0, 12, 12]
+    # While a prompt is computed, its pages do not count, and both lose as many for it.
+    stream(cache, "b", 100)
+    assert [seen(cache, [1000 + number] * 13, tenant="a") for number in range(4)] == [0, 0, 8, 12]
+
+
 def test_each_allocated_page_is_reported_once_to_be_zeroed() -> None:
     cache = KVCacheManager(3, SIZE)
     first = begin(cache, sequence([1] * 5))
@@ -136,6 +167,64 @@ def test_queries_and_hits_are_counted_in_tokens() -> None:
     compute(cache, begin(cache, waiting))
     assert cache.take_prefix_counts() == (18, 8)
     assert cache.take_prefix_counts() == (0, 0)
+
+
+def with_hashes(tokens: list[int], page_tokens: int, tenant: str = "default") -> Sequence:
+    ids = token_ids_of(tokens)
+    hashes = PageHashes.of(ids, page_tokens)
+    return Sequence(Request("r", tenant, None, None, ids, 1 << 20, page_hashes=hashes), 0)
+
+
+@pytest.mark.parametrize("page_tokens", [SIZE, SIZE + 1])
+@pytest.mark.parametrize("first_has_hashes", [False, True])
+def test_hashes_of_a_request_name_the_pages_that_the_engine_would_and_those_of_other_pages_are_not_used(
+    page_tokens: int, first_has_hashes: bool
+) -> None:
+    cache, tokens = KVCacheManager(20, SIZE), list(range(14))
+    pair = [with_hashes(tokens, page_tokens), sequence(tokens)]
+    first, second = pair if first_has_hashes else pair[::-1]
+    for seq in (first, second):
+        seq.generated_ids = [7, 8, 9, 10, 11]
+    compute(cache, begin(cache, first))
+    cache.attach_prefix(second)
+    # The fourth page begins in the prompt and ends in what was generated.
+    assert second.num_computed_tokens == 16
+    assert second.page_table.pages == first.page_table.pages[:4]
+
+
+def test_hashes_of_a_request_find_no_page_of_another_tenant() -> None:
+    cache, tokens = KVCacheManager(20, SIZE), list(range(9))
+    compute(cache, begin(cache, with_hashes(tokens, SIZE, "a")))
+    assert begin(cache, with_hashes(tokens, SIZE, "a")).num_computed_tokens == 8
+    assert begin(cache, with_hashes(tokens, SIZE, "b")).num_computed_tokens == 0
+
+
+def test_no_page_is_hashed_twice_for_a_sequence_nor_one_whose_hash_came_with_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed: list[bytes | memoryview] = []
+
+    def counting(before: bytes, tokens: bytes | memoryview) -> bytes:
+        hashed.append(tokens)
+        return page_hash(before, tokens)
+
+    cache = KVCacheManager(20, SIZE)
+    seq, given_all = sequence(list(range(14))), with_hashes(list(range(100, 114)), SIZE)
+    monkeypatch.setattr(kv_cache_manager, "page_hash", counting)
+    monkeypatch.setattr(request, "page_hash", counting)
+    compute(cache, begin(cache, given_all))
+    assert len(hashed) == 0
+    compute(cache, begin(cache, seq))
+    assert len(hashed) == 3
+    for _ in range(3):
+        # As if it waited for pages.
+        cache.release(seq)
+        cache.attach_prefix(seq)
+        assert seq.num_computed_tokens == 12
+    assert len(hashed) == 3
+    seq.generated_ids += [1, 2]
+    compute(cache, seq)
+    assert len(hashed) == 4
 
 
 @settings(deadline=None, max_examples=60)
@@ -160,7 +249,7 @@ def test_pages_are_neither_lost_nor_given_away_twice(seed: int, num_pages: int) 
         held = {page for seq in live for page in seq.page_table.pages}
         assert PADDING_PAGE not in held
         assert len(held) + cache.num_available == cache.num_pages
-        private = [page for h in live for page in h.page_table.pages[len(h.page_table.keys) :]]
+        private = [page for h in live for page in h.page_table.pages[h.page_table.num_hashed :]]
         # A page that is not full has one user.
         assert len(private) == len(set(private))
 

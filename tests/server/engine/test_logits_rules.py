@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from server.engine.sampler import PromptHistory, Sampler
 from server.protocol.request import GenerationRules, SamplingParams
 from server.text.generation_config import sampling_defaults
+from tests.server.helpers.drawing import sample_one, walked
 
 VOCAB_SIZE, NUM_NEW, EOS = 24, 30, (3, 5)
 # Each alone changes some logits of a sequence below.
@@ -113,10 +114,13 @@ def num_changed(model: Any, config: dict[str, Any], prompt: tuple[int, ...], see
             break
         if not want.isfinite().any():
             break
-        got = sampler.scores(logits)
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
-        tokens.append(sampler.sample(logits).token_id)
-        changed += not torch.equal(got, logits)
+        if sampler.rules is not None:
+            torch.testing.assert_close(sampler.scores(logits), want, rtol=0, atol=0)
+        plan = sampler.plan(VOCAB_SIZE)
+        drawn = sample_one(sampler, logits).token_id
+        assert drawn == (int(want.argmax()) if sampler.greedy else walked(want.softmax(-1), plan.uniform))
+        tokens.append(drawn)
+        changed += not torch.equal(want, logits)
     return changed
 
 
@@ -174,8 +178,20 @@ class CountedPrompt(tuple[int, ...]):
         return super().__iter__()
 
 
-@pytest.mark.parametrize("config", [{}, {"do_sample": True}, {**ALL, "do_sample": True}])
-def test_a_token_costs_the_same_whatever_its_context(config: dict[str, Any]) -> None:
+# n-grams alone are looked for in all tokens, in numpy.
+WITHOUT_NGRAMS = {key: value for key, value in ALL.items() if "ngram" not in key}
+
+
+@pytest.mark.parametrize(
+    ("config", "reads_all"),
+    [
+        ({}, False),
+        ({"do_sample": True}, False),
+        ({**WITHOUT_NGRAMS, "do_sample": True}, False),
+        ({**ALL, "do_sample": True}, True),
+    ],
+)
+def test_a_token_costs_the_same_whatever_its_context(config: dict[str, Any], reads_all: bool) -> None:
     chance = random.Random(0)
     prompt = CountedPrompt(chance.randrange(VOCAB_SIZE) for _ in range(20_000))
     history = PromptHistory(prompt)
@@ -183,14 +199,25 @@ def test_a_token_costs_the_same_whatever_its_context(config: dict[str, Any]) -> 
     samplers = [Sampler(params, index, history) for index in range(3)]
     logits = torch.arange(VOCAB_SIZE).float()
     # What a prompt needs is computed once, for all sequences of its request.
-    samplers[0].sample(logits)
+    sample_one(samplers[0], logits)
     CountedPrompt.num_read = 0
     with LargestTensor() as largest:
         for _ in range(5):
             for sampler in samplers:
-                sampler.sample(logits)
-    assert largest.num_elements <= 2 * VOCAB_SIZE
+                sample_one(sampler, logits)
     assert CountedPrompt.num_read == 0
+    assert reads_all or largest.num_elements <= 2 * VOCAB_SIZE
+
+
+def test_ngrams_are_found_across_the_end_of_the_prompt_and_behind_tokens_that_are_all_equal() -> None:
+    params = params_of({"no_repeat_ngram_size": 3}, max_new_tokens=1000)
+    sampler = Sampler(params, 0, PromptHistory((5, 1, 2)))
+    logits = torch.arange(VOCAB_SIZE).float()
+    for token_id in (7, 1, 2):
+        sampler.add(token_id)
+    assert (sampler.scores(logits) == -torch.inf).nonzero().flatten().tolist() == [7]
+    same = Sampler(params, 0, PromptHistory([9] * 5000))
+    assert (same.scores(logits) == -torch.inf).nonzero().flatten().tolist() == [9]
 
 
 def constrained(rules: GenerationRules, allowed: set[int], **more: Any) -> int:
@@ -200,7 +227,7 @@ def constrained(rules: GenerationRules, allowed: set[int], **more: Any) -> int:
     )
     logits = torch.arange(VOCAB_SIZE).float()
     logits[[token for token in range(VOCAB_SIZE) if token not in allowed]] = -torch.inf
-    return Sampler(params, 0, PromptHistory((1,))).sample(logits).token_id
+    return sample_one(Sampler(params, 0, PromptHistory((1,))), logits).token_id
 
 
 @pytest.mark.parametrize(
@@ -223,7 +250,7 @@ def test_a_response_format_wins_over_the_rules(rules: GenerationRules, allowed: 
 def test_rules_that_leave_no_token_do_not_hold() -> None:
     params = SamplingParams(temperature=0, rules=GenerationRules(suppress_tokens=tuple(range(VOCAB_SIZE))))
     logits = torch.arange(VOCAB_SIZE).float()
-    assert Sampler(params, 0, PromptHistory((1,))).sample(logits).token_id == VOCAB_SIZE - 1
+    assert sample_one(Sampler(params, 0, PromptHistory((1,))), logits).token_id == VOCAB_SIZE - 1
 
 
 def test_a_decay_beyond_all_numbers_ends_the_sequence() -> None:
@@ -235,5 +262,5 @@ def test_a_decay_beyond_all_numbers_ends_the_sequence() -> None:
         rules=GenerationRules(exponential_decay_length_penalty=(1, 100.0), no_repeat_ngram_size=2),
     )
     sampler = Sampler(params, 0, PromptHistory((1,)))
-    drawn = [sampler.sample(torch.arange(VOCAB_SIZE).float()).token_id for _ in range(300)]
+    drawn = [sample_one(sampler, torch.arange(VOCAB_SIZE).float()).token_id for _ in range(300)]
     assert set(EOS) & set(drawn)

@@ -23,7 +23,7 @@ from server.engine.slot_policy import SchedulerConstants
 from server.metrics.metrics import EngineMetrics, Telemetry
 from server.model.loader import PAGE_TOKENS, ServedModel, load_model
 from server.protocol.messages import DoneEvent, ErrorEvent, Event, FinishEvent, Mask, TokenEvent
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import Request, SamplingParams, token_ids_of
 from tests.helpers.tiny_models import VOCAB_SIZE, make_pair
 from tests.server.engine.helpers.masks import branching, pack
 from tests.server.helpers.residency import CPU, ResidencyHarness, running_residency
@@ -172,7 +172,9 @@ def requests(draw: st.DrawFn) -> list[Asked]:
     for number, (prompt, is_constrained, n) in enumerate(rows):
         sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": NUM_NEW, "n": n}
         params = SamplingParams(**sampling, is_constrained=is_constrained)
-        request = Request(f"r{number}", f"t{number % 2}", None, None, PROMPTS[prompt], VOCAB_SIZE, params)
+        request = Request(
+            f"r{number}", f"t{number % 2}", None, None, token_ids_of(PROMPTS[prompt]), VOCAB_SIZE, params
+        )
         made.append(Asked(request, prompt))
     return made
 
@@ -189,7 +191,9 @@ def test_each_request_gets_its_own_tokens_in_any_order_of_what_happens(
     residency = parts.harness.residency
     scheduler = Scheduler(kv_cache, residency, max_num_seqs=4, max_batch_tokens=24, constants=constants)
     telemetry = Telemetry(EngineMetrics())
-    limits = RequestLimits(max_open=16, max_model_len=100, load_timeout_s=60.0, mask_timeout_s=60.0)
+    limits = RequestLimits(
+        max_open=16, has_shares=False, max_model_len=100, load_timeout_s=60.0, mask_timeout_s=60.0
+    )
     client = Client(EngineCore(ModelRunner(parts.model), scheduler, residency, telemetry, limits), asked)
     for action, number in actions:
         client.act(action, number)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bench.engine import Mode
 from deltastore.errors import PeraxisError
 from server.engine import core, request_state
 from server.engine.model_runner import Batch
@@ -25,9 +24,11 @@ from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (
     Answer,
     Family,
+    Mode,
     Pending,
     Served,
     generate,
+    kv_cache_gb,
     make_delta,
     make_family,
     merged,
@@ -35,6 +36,7 @@ from tests.server.helpers.served import (
     same_up_to_a_tie,
     serving,
 )
+from tests.vllm.helpers.environment import SIZES
 
 PROMPT = [5, 6, 7, 8]
 LONG_PROMPT = list(range(40, 90))
@@ -76,14 +78,15 @@ def reasons_of(answer: Answer) -> dict[int, str]:
 
 
 def test_constrained_requests_equal_generate_with_the_same_constraint(tmp_path: Path, mode: Mode) -> None:
-    pair = make_pair("llama", tmp_path, seed=12, changes=(Change(), Change(added_tokens=3)))
+    pair = make_pair("llama", tmp_path, seed=12, changes=(Change(), Change(added_tokens=3)), **SIZES)
     artifacts = [
         make_delta(pair.base, finetune, tmp_path / f"{number}.safetensors")
         for number, finetune in enumerate(pair.finetunes)
     ]
     models = [merged(pair.base, file, tmp_path / f"merged-{n}") for n, file in enumerate(artifacts)]
-    size = 16 * 512 * 20  # 20 pages of 16 tokens, so that sequences are preempted
-    with serving(pair.base, tmp_path / "registry", mode, kv_cache_gb=size / 1e9) as served:
+    # So that sequences are preempted.
+    size = kv_cache_gb(mode, 6 if mode == "vllm" else 20)
+    with serving(pair.base, tmp_path / "registry", mode, kv_cache_gb=size) as served:
         records = [served.publish(file, f"v{number}") for number, file in enumerate(artifacts)]
         prompts = [[number + 3, *range(number, number + 3 * number + 4)] for number in range(12)]
         free = [served.start(records[n % 2], prompt, max_new_tokens=40) for n, prompt in enumerate(prompts)]
@@ -287,14 +290,18 @@ def test_an_engine_that_stops_tells_those_that_wait_for_masks(family: Family, tm
 def test_a_sequence_that_is_preempted_while_it_waits_goes_on_with_its_mask(
     family: Family, tmp_path: Path, mode: Mode
 ) -> None:
-    # 8 pages of 16 tokens: not enough for two of these sequences.
-    with serving(family.base, tmp_path / "registry", mode, kv_cache_gb=16 * 512 * 9 / 1e9) as served:
-        want, free = constrained(served), served.ask(None, LONG_PROMPT, max_new_tokens=70).token_ids
+    # With one for padding: not enough for two of these sequences.
+    num_pages, num_new = (3, 100) if mode == "vllm" else (9, 70)
+    with serving(
+        family.base, tmp_path / "registry", mode, kv_cache_gb=kv_cache_gb(mode, num_pages)
+    ) as served:
+        want, free = constrained(served), served.ask(None, LONG_PROMPT, max_new_tokens=num_new).token_ids
         waiting = ByHand.start(served, PROMPT, max_new_tokens=NUM_NEW)
         waiting.next_token()
         # The engine would keep the earliest sequence, if it did not wait.
-        assert served.ask(None, LONG_PROMPT, max_new_tokens=70).token_ids == free
-        assert served.metric("preemptions_total") == 1
+        assert served.ask(None, LONG_PROMPT, max_new_tokens=num_new).token_ids == free
+        # vLLM preempts the one that came last before it preempts one that waits.
+        assert served.metric("preemptions_total") == (2 if mode == "vllm" else 1)
         assert waiting.answer().token_ids == want
 
 

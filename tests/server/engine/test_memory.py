@@ -106,3 +106,18 @@ def test_a_base_too_large_for_memory_is_refused_with_the_missing_bytes(
         check_base(settings(host_cache=2 * 10**9), CPU, torch.bfloat16, 4 * 10**9, 10**9)
     with pytest.raises(NotServable, match="lower --dtype to bfloat16"):
         check_base(settings(), CPU, torch.float32, 16 * 10**9, 10**9)
+
+
+def test_a_base_is_divided_among_as_many_devices_as_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 10**9, 10**10))
+    cuda = torch.device("cuda")
+    two, three = (
+        settings().model_copy(update={"backend": "vllm", "tensor_parallel_size": number}) for number in (2, 3)
+    )
+    check_base(two, cuda, torch.bfloat16, 14 * 10**9, 10**9)
+    with pytest.raises(NotServable, match="lower"):
+        check_base(settings(), cuda, torch.bfloat16, 14 * 10**9, 10**9)
+    with pytest.raises(NotServable, match="is 3 and there are 2 CUDA devices: lower it to 2"):
+        check_base(three, cuda, torch.bfloat16, 14 * 10**9, 10**9)
+    assert build.free_memory(cuda, 10**9, 10**9, 2).usable == 17 * 10**9

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.engine import Mode
 from server.engine.model_runner import Batch
 from server.protocol.messages import DoneEvent, PromptEvent, TokenEvent
 from tests.server.helpers.live_server import eventually
 from tests.server.helpers.served import (
+    PAGE_TOKENS,
     WAIT_S,
     Family,
+    Mode,
     Served,
     generate,
     make_family,
@@ -27,7 +28,7 @@ from tests.server.helpers.served import (
     serving,
 )
 
-PROMPT = list(range(40, 75))  # two pages of 16 and three tokens
+PROMPT = list(range(40, 75))
 NEW = 6
 
 
@@ -98,21 +99,23 @@ def test_tokens_gaps_and_latencies_are_counted_once_each(served: Served) -> None
         assert served.metric(f"{name}_count") == 1
 
 
-def test_a_known_prefix_counts_as_hits_in_tokens(served: Served, family: Family) -> None:
+def test_a_known_prefix_counts_as_hits_in_tokens(served: Served, family: Family, mode: Mode) -> None:
     record = served.publish(family.artifacts[0], "v")
-    served.ask(record, PROMPT, max_new_tokens=1)
-    assert served.metric("prefix_cache_queries_total") == len(PROMPT)
+    prompt = list(range(20, 23 + PAGE_TOKENS[mode]))
+    served.ask(record, prompt, max_new_tokens=1)
+    assert served.metric("prefix_cache_queries_total") == len(prompt)
     assert served.metric("prefix_cache_hits_total") == 0
-    served.ask(None, PROMPT, max_new_tokens=1)
+    served.ask(None, prompt, max_new_tokens=1)
     assert served.metric("prefix_cache_hits_total") == 0  # of another delta
-    served.ask(record, PROMPT, max_new_tokens=1)
-    assert served.metric("prefix_cache_queries_total") == 3 * len(PROMPT)
-    assert served.metric("prefix_cache_hits_total") == 32
+    served.ask(record, prompt, max_new_tokens=1)
+    assert served.metric("prefix_cache_queries_total") == 3 * len(prompt)
+    assert served.metric("prefix_cache_hits_total") == PAGE_TOKENS[mode]
 
 
-def test_sequences_of_one_request_share_its_prompt(served: Served) -> None:
-    served.ask(None, PROMPT, max_new_tokens=2, n=3)
-    assert served.metric("prefix_cache_hits_total") == 2 * 32
+def test_sequences_of_one_request_share_its_prompt(served: Served, mode: Mode) -> None:
+    prompt = list(range(30, 33 + PAGE_TOKENS[mode]))
+    served.ask(None, prompt, max_new_tokens=2, n=3)
+    assert served.metric("prefix_cache_hits_total") == 2 * PAGE_TOKENS[mode]
 
 
 def test_the_kv_cache_is_empty_when_no_request_runs(served: Served) -> None:

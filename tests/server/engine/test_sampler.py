@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.engine.sampler import LastLogits, PromptHistory, Sampler
+from server.engine.sampler import PromptHistory, SampledToken, Sampler, sample
 from server.errors import EngineFailed, InvalidRequest
 from server.protocol.request import SamplingParams
+from tests.server.helpers.drawing import sample_one
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, -torch.inf, 1.9])
 
@@ -18,7 +19,7 @@ def make_sampler(sampling: SamplingParams, prompt: tuple[int, ...] = (0,), index
 
 def draws(sampling: SamplingParams, count: int = 200, index: int = 0) -> list[int]:
     sampler = make_sampler(sampling, index=index)
-    return [sampler.sample(LOGITS).token_id for _ in range(count)]
+    return [sample_one(sampler, LOGITS).token_id for _ in range(count)]
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
@@ -63,12 +64,12 @@ def test_min_p_drops_what_is_far_less_likely_than_the_best() -> None:
 
 def test_repetition_penalty_lowers_tokens_of_the_history() -> None:
     sampler = make_sampler(SamplingParams(temperature=0, repetition_penalty=2.0), (1,))
-    assert sampler.sample(LOGITS).token_id == 4
+    assert sample_one(sampler, LOGITS).token_id == 4
 
 
 def test_logprobs_are_the_models_own_whatever_the_sampling() -> None:
     sampling = SamplingParams(temperature=0, logprobs=3, repetition_penalty=3.0)
-    sampled = make_sampler(sampling, (1,)).sample(LOGITS)
+    sampled = sample_one(make_sampler(sampling, (1,)), LOGITS)
     want = LOGITS.log_softmax(-1)
     assert sampled.logprob == pytest.approx(float(want[sampled.token_id]))
     assert [token for token, _ in sampled.top] == [1, 4, 2]
@@ -76,14 +77,17 @@ def test_logprobs_are_the_models_own_whatever_the_sampling() -> None:
 
 
 def test_logprobs_never_name_a_token_that_the_variant_lacks() -> None:
-    sampled = make_sampler(SamplingParams(temperature=0, logprobs=5)).sample(LOGITS)
+    sampled = sample_one(make_sampler(SamplingParams(temperature=0, logprobs=5)), LOGITS)
     assert [token for token, _ in sampled.top] == [1, 4, 2, 0]
 
 
 @pytest.mark.parametrize("logits", [torch.tensor([0.0, torch.nan]), torch.full((4,), -torch.inf)])
 def test_logits_that_are_not_finite_fail_the_request(logits: torch.Tensor) -> None:
-    with pytest.raises(EngineFailed, match="not finite"):
-        LastLogits(logits[None]).sample(0, len(logits), make_sampler(SamplingParams()))
+    rows = torch.stack([logits, torch.zeros_like(logits)])
+    failed, token = sample(rows, [(make_sampler(SamplingParams()), len(logits)) for _ in rows])
+    assert isinstance(failed, EngineFailed)
+    assert "not finite" in str(failed)
+    assert isinstance(token, SampledToken)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,7 @@ def test_logits_that_are_not_finite_fail_the_request(logits: torch.Tensor) -> No
     [
         {"max_new_tokens": 0}, {"temperature": -0.1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5},
         {"top_k": -1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"logprobs": 21}, {"n": 0}, {"stop": ("",)},
+        {"temperature": float("inf")},
     ],
 )  # fmt: skip
 def test_a_number_out_of_range_is_refused_by_name(field: dict[str, object]) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from server.engine.kv_cache_manager import KVCacheManager
-from server.engine.scheduler import StepPlan
+from server.engine.scheduler import MAX_SCORED_TOKENS, StepPlan
 from server.engine.sequence import Sequence
+from server.engine.slot_policy import SchedulerConstants
 from tests.server.helpers.simulation import (
     TOKEN,
     SimResidency,
@@ -67,6 +68,37 @@ def test_of_two_prompts_neither_takes_the_other_ones_tokens() -> None:
     scheduler.add(sequence("long", 500), 0.0)
     scheduler.add(sequence("short", 20, tenant="b"), 0.0)
     assert planned(scheduler.plan(0.0)) == {"long": 80, "short": 20}
+
+
+def scored(name: str, num_prompt: int, **more: Any) -> SimSequence:
+    """Make a sequence whose prompt's log-probabilities were asked for."""
+    made = sequence(name, num_prompt, **more)
+    made.needs_prompt_logits = True
+    return made
+
+
+def test_a_step_computes_few_logits_of_prompts_and_leaves_its_other_tokens_to_others() -> None:
+    sim = Simulation(step_limits(max_batch_tokens=400, max_num_seqs=8, prefill_share=1.0))
+    scheduler = sim.scheduler()
+    for each in (scored("first", 100), scored("second", 100, tenant="b"), sequence("plain", 500, tenant="c")):
+        scheduler.add(each, 0.0)
+    plan = scheduler.plan(0.0)
+    assert planned(plan) == {"first": MAX_SCORED_TOKENS, "plain": 400 - MAX_SCORED_TOKENS}
+    step(plan)
+    # In turns, by what each was served.
+    assert planned(scheduler.plan(0.1))["second"] == MAX_SCORED_TOKENS
+
+
+def test_a_prompt_whose_logits_are_computed_costs_as_much_as_generated_tokens() -> None:
+    constants = SchedulerConstants()
+    scheduler = Simulation(step_limits(max_batch_tokens=100, max_num_seqs=8)).scheduler()
+    plain, with_logits = sequence("plain", 30), scored("scored", 30, tenant="b")
+    for each in (plain, with_logits):
+        scheduler.add(each, 0.0)
+    scheduler.plan(0.0)
+    assert with_logits.queue.counter == pytest.approx(
+        plain.queue.counter * constants.generated_token_cost / constants.prompt_token_cost
+    )
 
 
 def test_another_tenants_prompt_does_not_wait_for_one_that_is_under_way() -> None:
@@ -247,12 +279,17 @@ def test_recomputed_tokens_are_not_charged_again() -> None:
     scheduler.add(sequence("senior", 32, tenant="a"), 0.0)
     junior = sequence("junior", 48, tenant="b")
     scheduler.add(junior, 0.0)
-    step(scheduler.plan(0.0))
+    plan = scheduler.plan(0.0)
+    step(plan)
+    scheduler.charge(plan, 0.1, 1.0)
     before = junior.queue.counter
     assert [each.id for each in scheduler.plan(0.1).preempted] == ["junior"]
     scheduler.remove(scheduler.running[0])
-    assert planned(scheduler.plan(0.2)) == {"junior": 49}
-    assert junior.queue.counter == before == 48
+    plan = scheduler.plan(0.2)
+    assert planned(plan) == {"junior": 49}
+    # All of the step's seconds are the tenant's, and it pays for those of the new token.
+    assert scheduler.charge(plan, 0.3, 1.0) == {"b": 1.0}
+    assert junior.queue.counter - before == pytest.approx(2 / (49 + 2), rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,24 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from bench.engine import Mode
 from server.engine.model_runner import Batch
 from server.protocol.messages import DoneEvent, FinishEvent, TokenEvent
 from tests.helpers.tiny_models import make_pair
-from tests.server.helpers.served import Answer, Served, on_forward, serving
+from tests.server.helpers.served import (
+    Answer,
+    Mode,
+    Served,
+    on_forward,
+    serving,
+)
+from tests.vllm.helpers.environment import SIZES
 
 PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_pair("llama", tmp_path_factory.mktemp("models"), 3).base
+    return make_pair("llama", tmp_path_factory.mktemp("models"), 3, changes=(), **SIZES).base
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from deltastore.registry.records import VersionRecord
 from server.metrics.metrics import EngineMetrics, Telemetry
-from server.protocol.request import Request
+from server.protocol.request import Request, token_ids_of
 from tests.server.metrics.helpers.samples import samples_of, value_of
 
 RECORD = VersionRecord(
@@ -24,8 +24,8 @@ RECORD = VersionRecord(
     created_at="2026-01-01T00:00:00+00:00",
     activate=True,
 )
-ON_BASE = Request("1", "guest", None, None, (1, 2, 3), 4)
-ON_VARIANT = Request("2", "guest", "v", RECORD, (1, 2, 3), 4)
+ON_BASE = Request("1", "guest", None, None, token_ids_of([1, 2, 3]), 4)
+ON_VARIANT = Request("2", "guest", "v", RECORD, token_ids_of([1, 2, 3]), 4)
 
 
 @pytest.fixture

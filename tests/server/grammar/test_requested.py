@@ -10,10 +10,10 @@ import pytest
 
 from server.errors import InvalidRequest
 from server.grammar.grammar import (
+    GivenTools,
     Requested,
     ResponseFormat,
     ToolChoice,
-    Tools,
     any_object,
     matching_schema,
     requested,
@@ -26,14 +26,15 @@ class Fields(msgspec.Struct):
     """The fields as bodies have them."""
 
     response_format: ResponseFormat | None = None
-    tools: Tools | None = None
+    tools: GivenTools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
 
 def ask(**fields: Any) -> Requested:
     given = msgspec.json.decode(json.dumps(fields), type=Fields)
-    return requested(given.response_format, given.tools, given.tool_choice, given.parallel_tool_calls)
+    grammar = None if given.response_format is None else given.response_format.grammar()
+    return requested(grammar, given.tools, given.tool_choice, given.parallel_tool_calls)
 
 
 def tool(name: str = "f", **function: Any) -> dict[str, Any]:

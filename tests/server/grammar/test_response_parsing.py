@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.errors import InvalidRequest
-from server.grammar.tool_calls import FreeAnswer, ParsedAnswer, ToolCall, parsed
+from server.grammar.tool_calls import DecodedAnswer, FreeAnswer, ParsedAnswer, ToolCall, parsed
 from server.text.service import TextService
 from server.workers import pool as variant_work
 from server.workers.pool import WorkerPool
@@ -35,8 +35,14 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
     return make_texts(tmp_path_factory.mktemp("texts"))
 
 
-def parse(texts: Texts, template: dict[str, Any] | None, answer: str, directory: Path) -> list[ParsedAnswer]:
-    """Return the parsed beginnings of an answer of a variant with a response template, the whole one last."""
+def parse(
+    texts: Texts, template: dict[str, Any] | None, answer: str, directory: Path, num_new: int = 1
+) -> list[ParsedAnswer]:
+    """Return the parsed beginnings of an answer of a variant with a response template, the whole one last.
+
+    Args:
+        num_new: tokens from each beginning to the next.
+    """
     files = files_of(make_tokenizer(1, CHAT_TEMPLATE), directory)
     config = {**json.loads(files["tokenizer_config.json"]), "response_template": template}
     record = texts.publish({**files, "tokenizer_config.json": json.dumps(config).encode()})
@@ -45,8 +51,13 @@ def parse(texts: Texts, template: dict[str, Any] | None, answer: str, directory:
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
         prompt, ids = [tuple(await text.encode(part, MAX_TOKENS)) for part in (PROMPT, answer)]
-        answers = [FreeAnswer(prompt, ids[:size], answer, size == len(ids)) for size in range(len(ids) + 1)]
-        found.extend(await parsed(text, answers, json.dumps(TOOLS).encode()) or [])
+        before: tuple[int, ...] | DecodedAnswer = prompt
+        for size in range(0, len(ids) + num_new, num_new):
+            one = FreeAnswer(before, ids[max(0, size - num_new) : size], answer, size >= len(ids))
+            if (answers := await parsed(text, [one], json.dumps(TOOLS).encode())) is None:
+                return
+            ((each, before),) = answers
+            found.append(each)
 
     texts.run(test)
     return found
@@ -94,4 +105,4 @@ def test_a_response_template_that_backtracks_without_end_fails_its_own_request(
     monkeypatch.setattr(variant_work, "WORK_S", 1.0)
     monkeypatch.setattr(variant_work, "LOAD_S", 5.0)
     with pytest.raises(InvalidRequest, match="its tokenizer or chat template failed"):
-        parse(texts, BACKTRACKING, "x" * 60, tmp_path)
+        parse(texts, BACKTRACKING, "x" * 60, tmp_path, num_new=60)

@@ -16,6 +16,7 @@ import pytest
 from deltastore.errors import PeraxisError
 from server.errors import InvalidRequest
 from server.grammar import lanes
+from server.grammar import service as service_module
 from server.grammar.grammar import Grammar, any_object, matching_schema
 from server.grammar.service import GrammarService
 from server.text.service import TextService, VariantText
@@ -144,6 +145,34 @@ def test_a_grammar_is_tried_once_for_a_vocabulary(texts: Texts, monkeypatch: pyt
         monkeypatch.setattr(grammars.pool, "run", refused)
         await grammars.service.open(await service.of(None, "another"), any_object())
         assert not calls
+
+    run(texts, test)
+
+
+def test_a_tenant_s_many_grammars_have_no_other_s_tried_again(
+    texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of five grammars' first masks, 40 bytes each.
+    monkeypatch.setattr(service_module, "CACHE_BYTES", 200)
+
+    async def test(service: TextService, grammars: Grammars) -> None:
+        honest, hostile = await service.of(None, "honest"), await service.of(None, "hostile")
+        await grammars.service.open(honest, matching_schema({"type": "integer"}))
+        for number in range(8):
+            await grammars.service.open(hostile, matching_schema({"type": "integer", "minimum": number}))
+        tried: list[object] = []
+        run = grammars.pool.run
+
+        async def counted(*args: Any, **kwargs: Any) -> Any:
+            tried.append(args)
+            return await run(*args, **kwargs)
+
+        # Only where grammars are tried: a lane is asked each time.
+        monkeypatch.setattr(grammars.pool, "run", counted)
+        await grammars.service.open(honest, matching_schema({"type": "integer"}))
+        assert not tried
+        await grammars.service.open(hostile, matching_schema({"type": "integer", "minimum": 0}))
+        assert tried
 
     run(texts, test)
 

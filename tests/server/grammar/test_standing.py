@@ -71,6 +71,14 @@ def test_a_failure_is_forgotten_after_a_while_and_when_there_are_many(
     assert refusal(standing, rule("slow")) is None
 
 
+def test_a_tenant_s_many_grammars_make_no_other_s_new_again(standing: Standing) -> None:
+    standing.worked(rule("good", "honest"))
+    for number in range(MAX_GRAMMARS):
+        standing.worked(rule(str(number)))
+    assert standing.has_worked(rule("good", "honest"))
+    assert not standing.has_worked(rule("0"))
+
+
 def test_a_pause_after_a_kill_doubles_and_spares_grammars_that_have_worked(
     standing: Standing, clock: Clock
 ) -> None:

@@ -23,7 +23,7 @@ from server.deltas.resident import ResidentDelta, Slot
 from server.engine.kv_cache_manager import KVCacheManager
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Sequence
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import Request, SamplingParams, token_ids_of
 from server.settings import Settings
 from tests.server.helpers.http_app import make_service, running_app
 from tests.server.helpers.residency import running_residency
@@ -144,7 +144,7 @@ def _sequence() -> Sequence:
         tenant="default",
         name=None,
         record=None,
-        prompt_ids=(1, 2, 3, 4),
+        prompt_ids=token_ids_of((1, 2, 3, 4)),
         num_embeddings=8,
         sampling_params=SamplingParams(),
     )

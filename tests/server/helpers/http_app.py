@@ -94,11 +94,13 @@ def settings_of(base: Any, registry: Any, **given: Any) -> Settings:
     return Settings(base=base, registry=registry, **{**small, **given})
 
 
-def with_engine(base: Path, registry: Path, talk: Callable[[HttpApp], Awaitable[None]]) -> None:
-    """Run an application with an engine, and let `talk` send requests to it."""
+def with_engine(
+    base: Path, registry: Path, talk: Callable[[HttpApp], Awaitable[None]], **options: object
+) -> None:
+    """Run an application with an engine and settings, and let `talk` send requests to it."""
 
     async def main() -> None:
-        async with running_app(settings_of(base, registry)) as app, app.engine():
+        async with running_app(settings_of(base, registry, **options)) as app, app.engine():
             await asyncio.wait_for(talk(app), WAIT_S)
 
     asyncio.run(main())

@@ -20,7 +20,7 @@ from server.engine.kv_cache_manager import KVCacheManager
 from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.engine.slot_policy import SchedulerConstants
-from server.protocol.request import Request
+from server.protocol.request import Request, token_ids_of
 
 Times = list[float]
 IDLE_S = 0.005  # until an engine without work looks again
@@ -43,7 +43,9 @@ class SimSequence(Sequence):
         mask_s: float = 0.0,
     ) -> None:
         record = None if digest is None else version(digest)
-        super().__init__(Request(id, tenant, digest, record, (TOKEN,) * num_prompt_tokens, TOKEN + 1), 0)
+        super().__init__(
+            Request(id, tenant, digest, record, token_ids_of([TOKEN]) * num_prompt_tokens, TOKEN + 1), 0
+        )
         self.version = digest
         self.id = id
         self.arrived_at = arrived_at
@@ -138,7 +140,7 @@ class AnyScheduler(Protocol):
     def remove(self, sequence: SimSequence) -> None: ...
     def load_ended(self, digest: str, now: float) -> None: ...
     def plan(self, now: float) -> StepPlan: ...
-    def charge(self, plan: StepPlan, now: float) -> None: ...
+    def charge(self, plan: StepPlan, now: float, seconds: float) -> object: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +233,10 @@ def simulate(
         plan = scheduler.plan(now)
         check(sim, plan, live)
         if plan.batch:
-            now += sim.costs.of(plan)
+            seconds = sim.costs.of(plan)
+            now += seconds
             finish(sim, plan, live, scheduler, now)
-            scheduler.charge(plan, now)
+            scheduler.charge(plan, now, seconds)
             sim.on_step(plan, now)
         else:
             now = max(now + IDLE_S, 0.0 if live or not arrivals else arrivals[-1].arrived_at)
@@ -332,7 +335,7 @@ class FifoScheduler:
                 plan.add(sequence, num_tokens)
         return plan
 
-    def charge(self, plan: StepPlan, now: float) -> None:
+    def charge(self, plan: StepPlan, now: float, seconds: float) -> None:
         pass
 
     def _begin(self, sequence: SimSequence) -> bool:

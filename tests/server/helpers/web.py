@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from server.fairness import FairBudget
+from server.loop_ledger import NOBODY, Headers, LoopLedger, Turns
+from server.metrics.metrics import FrontendMetrics
 from server.processes import listen
 from server.web_server import Connections, WebServer, run_event_loop
 from tests.server.helpers.live_server import WAIT_S
@@ -55,10 +58,23 @@ def code_of(reply: tuple[int, bytes]) -> tuple[int, str]:
     return reply[0], json.loads(reply[1])["error"]["code"]
 
 
+def make_turns(owner_of: Callable[[Headers], str], clock: Callable[[], float] = time.monotonic) -> Turns:
+    return Turns(LoopLedger(FrontendMetrics().tenant_seconds_total, clock), owner_of)
+
+
 @asynccontextmanager
-async def serving(app: App, max_connections: int, max_unsent: int = 1 << 30) -> AsyncIterator[Web]:
+async def serving(
+    app: App,
+    max_connections: int,
+    max_unsent: int = 1 << 30,
+    *,
+    has_keys: bool = False,
+    turns: Turns | None = None,
+) -> AsyncIterator[Web]:
     with listen("127.0.0.1", 0) as listening:
-        connections = Connections(max_connections, FairBudget(max_unsent, "unsent bytes"))
+        unsent = FairBudget(max_unsent, "unsent bytes")
+        turns = turns or make_turns(lambda _: NOBODY if has_keys else "default")
+        connections = Connections(max_connections, unsent, turns, has_keys=has_keys)
         server = WebServer(app, connections, lifespan=False)
         running = asyncio.create_task(server.serve([listening]))
         try:
@@ -69,12 +85,20 @@ async def serving(app: App, max_connections: int, max_unsent: int = 1 << 30) -> 
 
 
 def talk(
-    what: Callable[[Web], Coroutine[Any, Any, None]], app: App = hello, max_connections: int = 100
+    what: Callable[[Web], Coroutine[Any, Any, None]],
+    app: App = hello,
+    max_connections: int = 100,
+    *,
+    has_keys: bool = False,
+    turns: Turns | None = None,
 ) -> None:
     """Run `what` with a web server, both on uvloop."""
 
     async def main() -> None:
-        async with asyncio.timeout(WAIT_S), serving(app, max_connections) as web:
+        async with (
+            asyncio.timeout(WAIT_S),
+            serving(app, max_connections, has_keys=has_keys, turns=turns) as web,
+        ):
             await what(web)
 
     run_event_loop(main())

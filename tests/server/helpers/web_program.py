@@ -11,6 +11,8 @@ import resource
 from typing import Any
 
 from server.fairness import FairBudget
+from server.loop_ledger import LoopLedger, Turns
+from server.metrics.metrics import FrontendMetrics
 from server.processes import listen
 from server.web_server import WebServer, make_connections, run_event_loop
 
@@ -25,7 +27,8 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
 
 async def main() -> None:
     with listen("127.0.0.1", 0) as listening:
-        public, _ = make_connections(4096, FairBudget(1 << 30, "unsent bytes"))
+        turns = Turns(LoopLedger(FrontendMetrics().tenant_seconds_total), lambda _: "default")
+        public, _ = make_connections(4096, FairBudget(1 << 30, "unsent bytes"), turns, has_keys=False)
         server = WebServer(hello, public, lifespan=False)
         print(listening.getsockname()[1], flush=True)
         await asyncio.create_task(server.serve([listening]))

@@ -29,14 +29,14 @@ class Scraped:
     def __init__(self, directory: Path) -> None:
         self.engine = EngineMetrics()
         self._registry = Registry(directory / "registry")
-        self._frontends = [FrontendMetrics() for _ in range(2)]
+        self.frontends = [FrontendMetrics() for _ in range(2)]
         self.aggregator = Aggregator()
         for source in ("engine", 0, 1):
             self.aggregator.started(source)
 
     def families(self) -> dict[str, Metric]:
         self.aggregator.received("engine", self.engine.snapshot())
-        for source, frontend in enumerate(self._frontends):
+        for source, frontend in enumerate(self.frontends):
             self.aggregator.received(source, frontend.snapshot())
         text = scrape(self.aggregator, self._registry, is_ready=True).text.decode()
         return {family.name: family for family in text_string_to_metric_families(text)}
@@ -140,3 +140,34 @@ def test_an_engine_that_has_died_leaves_no_adapter_behind(scraped: Scraped) -> N
     for name in ("lora_adapter_loaded", "lora_requests_info", "cache_config_info"):
         assert scraped.labels(f"vllm:{name}") == []
     assert scraped.value("vllm:num_gpu_loaded_lora_adapters") == 0
+
+
+def test_requests_tokens_and_times_have_vllms_names(scraped: Scraped) -> None:
+    for number, (reason, vllms) in enumerate(
+        (("stop", "stop"), ("length", "length"), ("cancelled", "abort"), ("error", "error")), 1
+    ):
+        for count in range(number):
+            # By each of two processes: one counts those that it lost.
+            process = scraped.engine if count else scraped.frontends[0]
+            process.finished("acme", f"variant-{count}", reason, 0.5)
+        (sample,) = [
+            sample
+            for sample in scraped.families()["vllm:request_success"].samples
+            if sample.labels.get("finished_reason") == vllms and sample.name.endswith("_total")
+        ]
+        assert (sample.value, sample.labels) == (number, {**COMMON, "finished_reason": vllms})
+    # A variant that is deleted takes none of them away.
+    scraped.engine.forget_variants(["acme/variant-1"])
+    total = sum(
+        s.value for s in scraped.families()["vllm:request_success"].samples if s.name.endswith("_total")
+    )
+    assert total == 10
+    scraped.engine.prompt_tokens_total.inc(7)
+    scraped.engine.time_to_first_token_seconds.observe(0.25)
+    families = scraped.families()
+    assert families["vllm:prompt_tokens"].samples[0].value == 7
+    counts = {
+        name: next(s.value for s in families[name].samples if s.name.endswith("_count"))
+        for name in ("vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds")
+    }
+    assert counts == {"vllm:time_to_first_token_seconds": 1, "vllm:e2e_request_latency_seconds": 10}

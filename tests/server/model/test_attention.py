@@ -38,7 +38,7 @@ def paged(num_pages: int, dtype: torch.dtype = torch.float32) -> PagedAttention:
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
     )
     attention = PagedAttention(LlamaForCausalLM(config).to(dtype), PAGE_TOKENS)  # type: ignore[arg-type]
-    attention.shapes[0] = LayerShape(KV_HEADS, DIM, DIM)
+    attention.shapes[0] = LayerShape(KV_HEADS, DIM, DIM, HEADS)
     attention.allocate(num_pages)
     return attention
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,6 +52,7 @@ def test_a_bfloat16_model_of_a_billion_weights_answers_over_http(large: Path) ->
     ]
     with live_server(base, large / "registry", *flags) as server:
         reply = server.generate(prompt=PROMPT, max_new_tokens=8, logprobs=0).json()
+        ask_with_a_stock_client(server.url)
     output = reply["outputs"][0]
     ids = AutoTokenizer.from_pretrained(base)(PROMPT, return_tensors="pt").input_ids
     plain = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -63,6 +65,23 @@ def test_a_bfloat16_model_of_a_billion_weights_answers_over_http(large: Path) ->
     assert output["logprobs"][0]["token_id"] == output["token_ids"][0]
     found = torch.tensor([entry["logprob"] for entry in output["logprobs"]])
     assert (found - expected).abs().max() < TOLERANCE
+
+
+def ask_with_a_stock_client(url: str) -> None:
+    """Sample from 128,256 tokens with penalties and a bias, and ask for one of two answers."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any") as client:
+        sampled = client.completions.create(
+            model="base", prompt=PROMPT, max_tokens=6, temperature=1, top_p=0.9, frequency_penalty=0.5,
+            presence_penalty=0.5, logit_bias={"128000": -100}, stream=True, stream_options={"include_usage": True},
+        )  # fmt: skip
+        *_, last = sampled
+        assert last.usage is not None
+        assert 1 <= last.usage.completion_tokens <= 6
+        choices = {"structured_outputs": {"choice": ["yes", "no"]}}
+        chosen = client.completions.create(
+            model="base", prompt=PROMPT, max_tokens=6, temperature=1, extra_body=choices
+        )
+        assert chosen.choices[0].text in ("yes", "no")
 
 
 @pytest.mark.deploy

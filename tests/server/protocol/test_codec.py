@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -24,17 +26,21 @@ from server.protocol.messages import (
     ErrorEvent,
     FinishEvent,
     ForgetVariants,
+    Header,
     Hello,
     LoadCall,
     Mask,
     MetricsAnswer,
     MetricsQuery,
     Outputs,
+    Pause,
     PinChanged,
+    Progress,
     PromptEvent,
     ResidencyAnswer,
     ResidencyQuery,
     ScoredToken,
+    SequenceProgress,
     StopSequence,
     Submit,
     Timings,
@@ -42,9 +48,11 @@ from server.protocol.messages import (
     Welcome,
     decode_client_message,
     decode_engine_message,
+    decode_header,
     encode,
+    encode_header,
 )
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import PageHashes, Request, SamplingParams, token_ids_of
 
 RECORD = VersionRecord(
     tenant="default", name="v", version=3, digest="0" * 64, size_bytes=10, data_start=4, device_bytes=6,
@@ -52,7 +60,7 @@ RECORD = VersionRecord(
     report="3" * 32, activate=True, agreement=0.9, kl=0.01,
 )  # fmt: skip
 PARAMS = SamplingParams(temperature=0.5, stop=("\n",), stop_token_ids=frozenset({2}), seed=1, logprobs=2, n=2)
-REQUEST = Request("a", "default", "v", RECORD, (1, 2, 3), 10, PARAMS)
+REQUEST = Request("a", "default", "v", RECORD, token_ids_of([1, 2, 3]), 10, PARAMS)
 BASE = Base(
     "org/base", "3" * 64, {"wte": (10, 4)}, {"model_type": "llama", "rope": {"base": 1e4}}, "wte", None
 )
@@ -70,16 +78,18 @@ EVENTS = (
     [
         Hello(),
         Submit(REQUEST, 1.5),
-        Submit(Request("b", "default", None, None, (1,), 10), 2.0),
+        Submit(replace(REQUEST, page_hashes=PageHashes.of(REQUEST.prompt_ids, 2)), 1.5),
+        Submit(Request("b", "default", None, None, token_ids_of([1]), 10), 2.0),
         Cancel("a"),
         StopSequence("a", 1),
         Submit(
-            Request("c", "default", None, None, (1,), 10, SamplingParams(is_constrained=True)),
+            Request("c", "default", None, None, token_ids_of([1]), 10, SamplingParams(is_constrained=True)),
             2.0,
             b"\x07\0\0\0",
         ),
         Mask("a", 1, 2, b"\x01\0\0\0"),
         Mask("a", 0, 3, None),
+        Pause("a", is_paused=True),
         LoadCall(1, "pin", RECORD),
         ResidencyQuery(2, ("acme/math@1",)),
         MetricsQuery(3),
@@ -95,6 +105,7 @@ def test_a_client_s_message_is_equal_after_the_codec(message: ClientMessage) -> 
     "message",
     [
         Welcome(EngineFacts(BASE, 4096, 1 << 20, 8)),
+        Welcome(EngineFacts(BASE, 4096, 1 << 20, 8, 16)),
         Outputs(tuple(("a", event) for event in EVENTS)),
         CallDone(1, None),
         ResidencyAnswer(2, (DeltaState("host", True, 3),)),
@@ -127,6 +138,30 @@ def test_an_error_keeps_its_class_message_and_field(error: PeraxisError) -> None
     assert getattr(event.error, "param", None) == getattr(error, "param", None)
 
 
+def test_token_ids_travel_as_four_bytes_each() -> None:
+    ids = token_ids_of([200_000]) * 10_000
+    progress = Progress((SequenceProgress(ids),), has_prompt=False, first_token_at=None)
+    message = Submit(Request("a", "default", None, None, ids, 300_000), 0.0, progress=progress)
+    raw = encode(message)
+    assert len(raw) < 2 * 4 * len(ids) + 1000
+    assert decode_client_message(raw) == message
+
+
+@pytest.mark.parametrize("ids", [b"abc", [1, 2], None])
+def test_token_ids_of_another_form_are_refused(ids: object) -> None:
+    plain = msgspec.msgpack.decode(encode(Submit(REQUEST, 1.5)))
+    plain["request"]["prompt_ids"] = ids
+    with pytest.raises(EngineFailed, match="cannot be read"):
+        decode_client_message(msgspec.msgpack.encode(plain))
+
+
+@pytest.mark.parametrize("header", [Header(), Header("acme"), Header("acme", "r")])
+def test_a_header_is_equal_after_the_codec(header: Header) -> None:
+    assert decode_header(encode_header(header)) == header
+    with pytest.raises(EngineFailed, match="no header"):
+        decode_header(encode_header(header)[:-1])
+
+
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\x01", encode(Cancel("a"))[:-1], encode(Beat())])
 def test_bytes_that_are_no_client_message_are_refused(raw: bytes) -> None:
     with pytest.raises(EngineFailed, match="cannot be read"):
@@ -141,11 +176,11 @@ def test_sampling_out_of_range_is_refused_by_the_receiver_too() -> None:
 
 
 def test_a_message_beyond_the_limit_is_refused_by_its_sender() -> None:
-    ids = (200_000,) * (MAX_MESSAGE_BYTES // 5)
+    ids = token_ids_of([1]) * (1 + MAX_MESSAGE_BYTES // 4)
     with pytest.raises(InvalidRequest, match="send a shorter one"):
-        encode(Submit(Request("a", "default", None, None, ids, 300_000), 0.0))
+        encode(Submit(Request("a", "default", None, None, ids, 10), 0.0))
 
 
 def test_the_digest_is_the_record_s_and_none_for_the_base() -> None:
     assert REQUEST.digest == RECORD.digest
-    assert Request("b", "default", None, None, (1,), 10).digest is None
+    assert Request("b", "default", None, None, token_ids_of([1]), 10).digest is None

@@ -7,7 +7,7 @@ from llguidance.numpy import allocate_token_bitmask
 
 from server.engine.request_state import allows_any, check_first_mask, check_mask, mask_bytes
 from server.errors import EngineFailed
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import Request, SamplingParams, token_ids_of
 from tests.server.engine.helpers.masks import pack
 
 SIZES = [1, 7, 8, 31, 32, 33, 259, 128_256]
@@ -44,6 +44,8 @@ def test_bits_behind_the_last_token_allow_nothing() -> None:
 def test_the_first_mask_belongs_to_constrained_requests(
     is_constrained: bool, first_mask: bytes | None, message: str
 ) -> None:
-    request = Request("a", "default", None, None, (1,), 20, SamplingParams(is_constrained=is_constrained))
+    request = Request(
+        "a", "default", None, None, token_ids_of([1]), 20, SamplingParams(is_constrained=is_constrained)
+    )
     with pytest.raises(EngineFailed, match=message):
         check_first_mask(request, first_mask)

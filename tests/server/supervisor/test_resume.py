@@ -154,11 +154,11 @@ def test_two_requests_that_kill_their_engine_are_found_among_thirty_that_do_not(
 def test_a_request_waits_no_longer_than_its_time_for_another_engine(
     artifacts: Artifacts, tmp_path: Path
 ) -> None:
-    with (
-        live_server(artifacts.base, tmp_path / "registry", "--resume-timeout", 0.2) as server,
-        server.streaming(max_new_tokens=NUM_NEW * 5) as stream,
-    ):
-        next(stream)
-        processes(server, ENGINE)[0].kill()
-        *_, (name, document) = stream
+    with live_server(artifacts.base, tmp_path / "registry", "--resume-timeout", 0.2) as server:
+        # Found before, so that the answer is not whole when it is killed.
+        [engine] = processes(server, ENGINE)
+        with server.streaming(max_new_tokens=NUM_NEW * 5) as stream:
+            next(stream)
+            engine.kill()
+            *_, (name, document) = stream
     assert (name, document["error"]["code"]) == ("error", "engine_restarted")

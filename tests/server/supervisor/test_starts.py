@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -68,6 +69,25 @@ def test_an_interpreter_that_cannot_run_the_engine_is_named_at_once(
         in (lines[-1])
     )
     assert lines[-1].endswith("or serve with --backend native")
+
+
+def test_an_interpreter_with_another_build_of_the_same_version_is_named(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    for package in ("deltastore", "server"):
+        shutil.copytree(ROOT / package, other / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (other / "server/engine/sampler.py").open("a") as source:
+        source.write("# Another commit.\n")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={other} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    environment = {"PERAXIS_BACKEND": "vllm", "PERAXIS_ENGINE_PYTHON": str(python)}
+    code, lines = failed_start(artifacts.base, tmp_path, **environment)
+    assert code == 1
+    (line,) = [line for line in lines if "with code" in line]
+    assert line.startswith(f"error: {sys.executable} has peraxis")
+    assert "install the server's build there" in line
 
 
 def test_the_command_for_the_first_key_is_shown_before_the_base_loads(

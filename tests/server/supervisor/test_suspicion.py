@@ -7,7 +7,7 @@ import random
 import pytest
 
 from server.engine.request_state import ARRIVAL_S, MAX_TOGETHER, RequestState, Trial
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import Request, SamplingParams, token_ids_of
 from server.protocol.step_page import Record, Step, StepRequest, Suspect
 from server.supervisor.supervisor import MAX_ENDED_BY_VERSION, MAX_UNEXPLAINED, TENANT_WINDOW_S, Suspicion
 
@@ -16,7 +16,7 @@ NONE = (frozenset[str](), frozenset[str]())
 
 
 def request_of(id_: str) -> Request:
-    return Request(id_, id_.partition("-")[0], None, None, (1,), 300, SamplingParams())
+    return Request(id_, id_.partition("-")[0], None, None, token_ids_of([1]), 300, SamplingParams())
 
 
 def entry(id_: str, num_computed: int = 1, version: str | None = None) -> StepRequest:
@@ -147,6 +147,19 @@ def test_suspects_are_tried_in_groups_and_others_wait() -> None:
     del states[f"a-{MAX_TOGETHER}"]
     assert trial.turn(0.0, states) == ([], [states["b-1"], *first])
     assert not trial.hold(states["b-1"])
+
+
+def test_a_trial_is_not_held_up_by_requests_that_are_not_read() -> None:
+    trial = Trial([Suspect(entry("a-1"))], 0.0)
+    ids = ("a-1", "b-1", "b-2")
+    states = {id_: RequestState(request_of(id_), lambda event: None, "device", 0.0) for id_ in ids}
+    assert all(map(trial.hold, states.values()))
+    tried, paused, other = states.values()
+    tried.is_paused = paused.is_paused = True
+    assert trial.turn(0.0, states) == ([], [tried])
+    tried.start_sequence()
+    tried.outputs[0].sequence.num_computed_tokens = 1
+    assert trial.turn(0.0, states) == ([tried], [other])
 
 
 def test_suspects_that_do_not_come_again_hold_nothing_for_long() -> None:

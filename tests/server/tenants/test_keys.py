@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import stat
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from deltastore.errors import RegistryUnavailable, UsageError
 from server.errors import InvalidApiKey, KeyNotFound
 from server.tenants import records as directory_module
 from server.tenants.changes import AuditLog, Auditor
-from server.tenants.keys import KeyStore, NewKey, warn_without_keys
+from server.tenants.keys import MAX_WAITING, KeyStore, NewKey, warn_without_keys
 from server.tenants.records import FRESH_S, MAX_BYTES, RecordDirectory
 from server.tenants.tenant import Caller, Role, Tenant
 
@@ -351,6 +352,59 @@ def test_unknown_keys_at_once_share_a_reading(store: KeyStore, monkeypatch: pyte
     asyncio.run(talk())
     # One for keys that were unread, one for those that were unknown then, and few more without a processor.
     assert 2 <= len(reads) < 10
+
+
+def test_few_unknown_keys_wait_for_a_reading_and_the_others_are_refused_from_the_last(
+    store: KeyStore, auditor: Auditor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, known = KeyStore(tmp_path), store.create(auditor, "acme", ["inference"])
+    read, may_read = RecordDirectory.read, threading.Event()
+
+    def held(directory: RecordDirectory[Any]) -> Any:
+        assert may_read.wait(60)
+        return read(directory)
+
+    async def talk() -> None:
+        assert (await store.caller(known.text)).key_id == known.id
+        monkeypatch.setattr(RecordDirectory, "read", held)
+        # Just made elsewhere, so unknown here; it comes before the others.
+        new = await asyncio.to_thread(elsewhere.create, auditor, "acme", ["inference"])
+        asking = [asyncio.create_task(store.caller(new.text))]
+        await asyncio.sleep(0)
+        texts = [f"pxk_{number:012x}_{'0' * 64}" for number in range(3 * MAX_WAITING)]
+        asking += [asyncio.create_task(store.caller(text)) for text in texts]
+        done: set[asyncio.Task[Caller]] = set()
+        while len(done) < len(asking) - MAX_WAITING:
+            done, _ = await asyncio.wait(asking, timeout=0.05)
+        assert {type(task.exception()) for task in done} == {InvalidApiKey}
+        assert len(done) == len(asking) - MAX_WAITING
+        may_read.set()
+        assert (await asking[0]).key_id == new.id
+        assert all(
+            isinstance(task.exception(), InvalidApiKey) for task in (await asyncio.wait(asking[1:]))[0]
+        )
+
+    asyncio.run(talk())
+
+
+def test_a_key_that_cannot_be_looked_for_is_not_refused(
+    store: KeyStore, auditor: Auditor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = store.create(auditor, "acme", ["inference"])
+
+    def fails(_: RecordDirectory[Any]) -> Any:
+        raise RegistryUnavailable("the volume is gone")
+
+    async def talk() -> None:
+        assert (await store.caller(known.text)).key_id == known.id
+        monkeypatch.setattr(RecordDirectory, "read", fails)
+        texts = [f"pxk_{number:012x}_{'0' * 64}" for number in range(3 * MAX_WAITING)]
+        first = await asyncio.gather(*map(store.caller, texts[:1]), return_exceptions=True)
+        found = first + await asyncio.gather(*map(store.caller, texts), return_exceptions=True)
+        assert {type(each) for each in found} == {RegistryUnavailable}
+        assert (await store.caller(known.text)).key_id == known.id
+
+    asyncio.run(talk())
 
 
 def test_each_change_of_a_key_is_one_audit_line_without_the_key(

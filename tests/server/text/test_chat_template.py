@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from server.errors import InvalidRequest
-from server.text.tokenizer import Conversation, render
+from server.text.chat_template import Conversation, render
 
 CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
 

@@ -11,9 +11,9 @@ import pytest
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
 from server.text import tokenizer as loaded_tokenizer
+from server.text.chat_template import Conversation
 from server.text.detokenizer import IncrementalDetokenizer
 from server.text.service import TextService
-from server.text.tokenizer import Conversation
 from server.workers import pool as variant_work
 from server.workers.pool import WorkerPool
 from server.workers.worker_main import Limits

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
-from server.text.tokenizer import Conversation, LoadedTokenizer
+from server.text.chat_template import Conversation
+from server.text.tokenizer import LoadedTokenizer
 from tests.helpers.tiny_models import make_tokenizer
 from tests.server.helpers.tokenizer_kinds import KINDS, word_piece
 

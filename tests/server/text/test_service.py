@@ -19,9 +19,11 @@ from server.errors import InvalidRequest, WorkerDied
 from server.registry_calls import RegistryCalls
 from server.text import service as service_module
 from server.text import service as staging
+from server.text import worker_tasks
+from server.text.chat_template import Conversation
 from server.text.detokenizer import IncrementalDetokenizer
 from server.text.service import TextService
-from server.text.tokenizer import Conversation
+from server.text.worker_tasks import BYTES_PER_FILE_BYTE, NotLoaded
 from server.workers.pool import WorkerPool
 from tests.deltastore.helpers.stored import flip_byte
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
@@ -141,6 +143,56 @@ def test_a_variant_that_changes_only_the_template_has_the_base_s_tokenizer(
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
         assert await text.decode(await text.render_chat(CONVERSATION, MAX_TOKENS)) == "[hi]"
+
+    texts.run(test)
+
+
+@pytest.mark.parametrize("form", ["config", "files", "templates alone"])
+def test_a_template_is_chosen_by_its_name_and_by_tools(
+    texts: Texts, own_files: dict[str, bytes], form: str
+) -> None:
+    named = {"default": "D", "tool_use": "T", "rag": "R"}
+    config = json.loads(own_files["tokenizer_config.json"])
+    config["chat_template"] = [{"name": name, "template": source} for name, source in named.items()]
+    templates = {
+        "chat_template.jinja": b"D",
+        "additional_chat_templates/tool_use.jinja": b"T",
+        "additional_chat_templates/rag.jinja": b"R",
+    }
+    without = {name: content for name, content in own_files.items() if name != "chat_template.jinja"}
+    files = {
+        "config": {**without, "tokenizer_config.json": json.dumps(config).encode()},
+        "files": {**without, **templates},
+        "templates alone": templates,
+    }
+    record = texts.publish(files[form])
+    messages = CONVERSATION.messages
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        text = await service.of(record, "default")
+        for conversation, wanted in (
+            (CONVERSATION, "D"),
+            (Conversation(messages, tools=b"[{}]"), "T"),
+            (Conversation(messages, tools=b"[{}]", template="rag"), "R"),
+        ):
+            assert await text.decode(await text.render_chat(conversation, MAX_TOKENS)) == wanted
+        with pytest.raises(InvalidRequest, match="no template with the name"):
+            await text.render_chat(Conversation(messages, template="{{ 1 }}"), MAX_TOKENS)
+
+    texts.run(test)
+
+
+def test_the_base_s_templates_have_their_names(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = {"default": "D", "tool_use": "T"}
+    texts = make_texts(tmp_path, tokenizer)
+    record = texts.publish({})
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        with_tools = Conversation(CONVERSATION.messages, tools=b"[{}]")
+        for text in (await service.of(None, "default"), await service.of(record, "default")):
+            assert await text.decode(await text.render_chat(CONVERSATION, MAX_TOKENS)) == "D"
+            assert await text.decode(await text.render_chat(with_tools, MAX_TOKENS)) == "T"
 
     texts.run(test)
 
@@ -308,6 +360,38 @@ def test_facts_of_many_variants_are_kept_within_a_bound_of_bytes(
         assert reads == [record.digest for record in (*records, records[0])]
 
     texts.run(test)
+
+
+def test_a_tenant_s_many_variants_drive_out_no_facts_of_others(
+    texts: Texts, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, *others = (texts.publish({"chat_template.jinja": b"y" * 100_000 + b"%d" % n}) for n in range(6))
+    monkeypatch.setattr(service_module, "CACHE_BYTES", 1_000_000)
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        await service.of(first, "honest")
+        for record in others:
+            await service.of(record, "hostile")
+        await service.of(first, "honest")
+        assert reads == [record.digest for record in (first, *others)]
+
+    texts.run(test)
+
+
+def test_the_first_load_of_a_tokenizer_keeps_those_of_tenants_that_have_less(
+    own_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, content in own_files.items():
+        (tmp_path / name).write_bytes(content)
+    size = BYTES_PER_FILE_BYTE * sum(map(len, own_files.values()))
+    monkeypatch.setattr(worker_tasks, "CACHE_BYTES", 2 * size)
+    loaded = worker_tasks.LoadedTokenizers()
+    kept = loaded.get("honest", tmp_path, "honest", "honest/v@1")
+    for number in range(4):
+        loaded.get(f"hostile-{number}", tmp_path, "hostile", "hostile/v@1")
+    assert loaded.get("honest", None, "honest", "honest/v@1") is kept
+    with pytest.raises(NotLoaded):
+        loaded.get("hostile-2", None, "hostile", "hostile/v@1")
 
 
 def test_no_files_are_left_behind(

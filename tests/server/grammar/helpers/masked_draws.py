@@ -11,7 +11,7 @@ from deltastore.errors import PeraxisError
 from server.grammar.service import MaskFeed
 from server.protocol.engine_client import EngineClient
 from server.protocol.messages import Event, FinishEvent, TokenEvent
-from server.protocol.request import Request, SamplingParams
+from server.protocol.request import Request, SamplingParams, token_ids_of
 
 
 def allowed(mask: bytes) -> set[int]:
@@ -44,7 +44,7 @@ class Drawing:
         params = SamplingParams(n=n, stop_token_ids=frozenset([eos]))
         self._receiver = receiver
         self._feed = feed
-        self._request = Request(request_id, "default", None, None, (1,), 300, params)
+        self._request = Request(request_id, "default", None, None, token_ids_of([1]), 300, params)
         self.events: list[Event] = []
         self._receive = feed.before(self.events.append)
         self._eos = eos

@@ -1,0 +1,169 @@
+"""Messages and tools of conversations in bodies: their form and bounds. Chat templates are given them as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, convert
+
+from server.errors import InvalidRequest
+from server.grammar.grammar import MAX_DEPTH, Tools
+
+MAX_MESSAGES = 4096
+# Arrays, objects and strings of one JSON body, names of fields included: some 30 for each of 4096 messages.
+MAX_VALUES = 1 << 17
+Role = Annotated[str, Meta(min_length=1, max_length=64)]
+
+
+def num_values(text: bytes | bytearray) -> int:
+    """Return the number of arrays, objects and strings in JSON, those without an end included.
+
+    Takes the time of a few copies and the memory of two. Beyond `MAX_VALUES` strings, the others are not counted.
+    """
+    # Without escapes, each quote begins or ends a string.
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+    num_strings = (plain.count(b'"') + 1) // 2
+    if num_strings > MAX_VALUES:
+        return num_strings
+    parts = plain.split(b'"')[::2]
+    del plain
+    outside = b"".join(parts)
+    return num_strings + outside.count(b"[") + outside.count(b"{")
+
+
+class TextPart(Struct, frozen=True, tag_field="type", tag="text"):
+    """One part of a message's content."""
+
+    text: str
+
+
+class RefusalPart(Struct, frozen=True, tag_field="type", tag="refusal"):
+    """One part of an assistant's message."""
+
+    refusal: str
+
+
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageCall(Struct, frozen=True):
+    """A call of a tool in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Struct, frozen=True):
+    """The fields of a message that have a form; chat templates are given the others as they are."""
+
+    role: Role
+    content: str | list[TextPart | RefusalPart] | None = None
+    name: str | None = None
+    refusal: str | None = None
+    tool_calls: list[MessageCall] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+
+    def __post_init__(self) -> None:
+        if self.function_call:
+            raise InvalidRequest(
+                "function_call in messages is not supported by this server: use tool_calls", "messages"
+            )
+
+
+class _Given(Struct, frozen=True):
+    """The parts of a conversation in the body of a call."""
+
+    messages: list[ChatMessage] | None
+    tools: Tools | None
+
+
+TEXT_OR_NULL: dict[str, Any] = {"type": ["string", "null"]}
+MESSAGE: dict[str, Any] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string", "minLength": 1, "maxLength": 64},
+        "content": {
+            "anyOf": [
+                TEXT_OR_NULL,
+                {"type": "array", "items": {"type": "object", "required": ["type"]}},
+            ]
+        },
+        "name": TEXT_OR_NULL,
+        "refusal": TEXT_OR_NULL,
+        "tool_calls": {
+            "type": ["array", "null"],
+            "items": {"type": "object", "required": ["id", "type", "function"]},
+        },
+        "tool_call_id": TEXT_OR_NULL,
+    },
+}
+# Checked when the body is parsed, and given to chat templates as the client wrote them.
+Messages = Annotated[
+    list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES, extra_json_schema={"items": MESSAGE})
+]
+# Fields of vLLM's chats that chat templates are rendered by.
+TemplateVariables = Annotated[
+    dict[
+        Annotated[str, Meta(min_length=1, max_length=64)],
+        Annotated[str, Meta(max_length=4096)] | int | float | bool | None,
+    ],
+    Meta(max_length=16),
+]
+Effort = Annotated[str, Meta(min_length=1, max_length=64)]
+ContinuedField = Annotated[str, Meta(min_length=1, max_length=64)]
+# Names that transformers renders templates by.
+RESERVED_VARIABLES = frozenset(
+    (
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages",
+        "return_assistant_tokens_mask", "tools",
+    )
+)  # fmt: skip
+
+
+def check_conversation(messages: list[dict[str, Any]] | None, tools: list[dict[str, Any]] | None) -> None:
+    """Refuse messages and tools of another form.
+
+    Raises:
+        InvalidRequest: messages have too many values or too deep ones, or a field that is not supported.
+        ValidationError: a message or a tool has a field of another type.
+    """
+    _check_nesting(messages or ())
+    parsed = convert({"messages": messages, "tools": tools}, _Given)
+    _check_arguments(parsed.messages or ())
+
+
+def _check_nesting(messages: Sequence[dict[str, Any]]) -> None:
+    """Refuse messages with more than `MAX_VALUES` values, numbers included, or nested more than `MAX_DEPTH` deep."""
+    num_values, level = 0, list[Any](messages)
+    for _ in range(MAX_DEPTH):
+        num_values += sum(map(len, level))
+        if num_values > MAX_VALUES:
+            raise InvalidRequest(
+                f"messages: they have more than {MAX_VALUES} values: leave messages out", "messages"
+            )
+        children = (
+            child for value in level for child in (value.values() if isinstance(value, dict) else value)
+        )
+        level = [child for child in children if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise InvalidRequest(
+        f"messages: they are nested more than {MAX_DEPTH} deep: make them flatter", "messages"
+    )
+
+
+def _check_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Refuse arguments of calls, which are JSON in JSON, of too many values."""
+    arguments = (call.function.arguments for message in messages for call in message.tool_calls or ())
+    if sum(num_values(each.encode()) for each in arguments if isinstance(each, str)) > MAX_VALUES:
+        raise InvalidRequest(
+            f"messages: the arguments of tool calls have more than {MAX_VALUES} arrays, objects and strings: "
+            "leave messages out",
+            "messages",
+        )

@@ -1,0 +1,138 @@
+"""Seconds of the engine's thread: how a step's are divided, what bounds a step, and that a debt ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.engine.sampler import PromptHistory, Sampler
+from server.engine.scheduler import MIN_BOUND_S, Scheduler, StepPlan, StepSeconds
+from server.engine.sequence import MAX_DEBT_S
+from server.protocol.request import GenerationRules, SamplingParams, token_ids_of
+from tests.server.helpers.simulation import SimSequence, Simulation, StepLimits, simulate, step_limits
+
+
+def decoding(scheduler: Scheduler, name: str, num_context: int = 10, **more: str) -> SimSequence:
+    """Add a sequence and compute its prompt."""
+    made = sequence(name, num_context, **more)
+    scheduler.add(made, 0.0)
+    while not made.generated_ids:
+        plan = scheduler.plan(0.0)
+        made.num_computed_tokens += plan.batch[made]
+        if made.num_computed_tokens == made.num_tokens:
+            made.generated_ids.append(1)
+    return made
+
+
+def sequence(name: str, num_prompt: int, tenant: str = "a", digest: str | None = None) -> SimSequence:
+    return SimSequence(name, tenant, digest, num_prompt, 10, 0.0)
+
+
+def test_the_seconds_of_a_step_are_those_of_its_sequences_by_tokens_context_and_deltas() -> None:
+    limits = step_limits(max_batch_tokens=100, max_num_seqs=8, context_tokens=100.0, delta_cost_tokens=8.0)
+    sim = Simulation(limits)
+    sim.residency.load_s = 0.0
+    scheduler = sim.scheduler()
+    decoding(scheduler, "short", 0 + 1)
+    decoding(scheduler, "long", 300, tenant="b")
+    # A generated token counts as two; behind 300 others, four times as much.
+    assert scheduler.charge(scheduler.plan(0.0), 0.1, 1.0) == pytest.approx({"a": 0.2, "b": 0.8}, abs=0.01)
+    scheduler.add(sequence("with a delta", 1, tenant="c", digest="v"), 0.1)
+    scheduler.plan(0.1)
+    sim.end_loads(scheduler, 0.2)
+    seconds = scheduler.charge(scheduler.plan(0.2), 0.3, 1.0)
+    assert seconds == pytest.approx({"a": 2 / 21, "b": 8 / 21, "c": 11 / 21}, abs=0.01)
+
+
+def test_no_tenant_pays_for_a_machine_that_was_paused() -> None:
+    seconds = StepSeconds()
+    for _ in range(100):
+        assert seconds.took(0.02, 100.0) == 0.02
+    assert seconds.took(3600.0, 100.0) == MIN_BOUND_S
+    assert seconds.took(-5.0, 100.0) == 0.0
+    assert seconds.per_cost < 0.001
+
+
+def test_a_step_of_a_slow_machine_counts_whole() -> None:
+    seconds = StepSeconds()
+    for _ in range(100):
+        seconds.took(2.0, 100.0)
+    assert seconds.took(15.0, 100.0) == 15.0
+
+
+def test_a_tenant_that_had_the_engine_for_itself_waits_for_a_bounded_time() -> None:
+    alone = [SimSequence(f"long {i}", "owner", None, 10, 5000, 0.0) for i in range(4)]
+    flood = [SimSequence(f"flood {i}", "late", None, 20, 20, 40.0) for i in range(3000)]
+    later = SimSequence("later", "owner", None, 20, 20, 41.0)
+    simulate(
+        Simulation(step_limits(max_num_seqs=8, max_batch_tokens=128)), [*alone, *flood, later], until_s=80
+    )
+    # The steps' other half is the owner's own.
+    assert later.token_times
+    assert later.first_token_s < 3 * MAX_DEBT_S
+
+
+def test_a_debt_is_forgotten_while_its_tenant_rests() -> None:
+    sim = Simulation(step_limits(max_num_seqs=8, max_batch_tokens=128))
+    scheduler = sim.scheduler()
+    scheduler.charge_tenant("debtor", 7 * 86400.0)
+    scheduler.add(sequence("first", 10, tenant="other"), 0.0)
+    scheduler.add(sequence("second", 10, tenant="debtor"), 0.0)
+    assert [each.queue.tenant.counter for each in scheduler.plan(0.0).batch] == pytest.approx(
+        [0.0, MAX_DEBT_S], abs=0.1
+    )
+
+
+@pytest.mark.parametrize("num_context", [0, 100, 300])
+def test_a_step_has_fewer_tokens_of_a_prompt_behind_more_context(num_context: int) -> None:
+    limits = step_limits(max_batch_tokens=100, max_num_seqs=8, context_tokens=100.0)
+    plan = plan_behind(limits, num_context)
+    seconds = sum(1 + (num_context + token) / 100 for token in range(plan.num_tokens))
+    assert seconds == pytest.approx(100, rel=0.16)
+
+
+def test_a_prompt_behind_any_context_goes_on_by_an_eighth_of_a_step() -> None:
+    assert (
+        plan_behind(
+            step_limits(max_batch_tokens=100, max_num_seqs=8, context_tokens=100.0), 10_000
+        ).num_tokens
+        == 12
+    )
+
+
+def plan_behind(limits: StepLimits, num_context: int) -> StepPlan:
+    """Plan a step of a prompt of which so many tokens are computed."""
+    scheduler = Simulation(limits).scheduler()
+    long = sequence("long", 20_000)
+    scheduler.add(long, 0.0)
+    scheduler.plan(0.0)
+    long.num_computed_tokens = num_context
+    return scheduler.plan(0.0)
+
+
+@pytest.mark.parametrize(("tenant", "num_tokens"), [("a", 99), ("b", 50)])
+def test_prompts_leave_a_part_of_each_step_to_decoding_sequences_of_others(
+    tenant: str, num_tokens: int
+) -> None:
+    scheduler = Simulation(step_limits(max_batch_tokens=100, max_num_seqs=8)).scheduler()
+    decoding(scheduler, "decoding")
+    prompts = [sequence(f"prompt {i}", 500, tenant) for i in range(3)]
+    for each in prompts:
+        scheduler.add(each, 0.0)
+    plan = scheduler.plan(0.0)
+    assert sum(plan.batch.get(each, 0) for each in prompts) == num_tokens
+
+
+def test_what_a_token_takes_to_sample_grows_with_what_is_asked() -> None:
+    prompt = PromptHistory(token_ids_of([1]))
+    asked = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_k=5),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.9),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.9, logprobs=20),
+        SamplingParams(temperature=0.0, rules=GenerationRules(suppress_tokens=(3,))),
+        SamplingParams(temperature=1.0, rules=GenerationRules(typical_p=0.9)),
+    ]
+    costs = [Sampler(params, 0, prompt).cost for params in asked]
+    assert costs == sorted(set(costs))
+    assert costs[0] == 1

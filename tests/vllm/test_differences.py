@@ -1,0 +1,31 @@
+"""Tests expect something else of vLLM than of the native engine only where docs/vllm.md says so."""
+
+from __future__ import annotations
+
+from server.engine import vllm_admission
+from server.model import loader
+from tests.helpers.tiny_models import ARCHITECTURES, MORE_SERVED
+from tests.server.helpers.served import PAGE_TOKENS
+from tests.vllm.helpers.environment import NOT_SERVED, tables_of
+
+# Of bases and settings, which no request can meet.
+AT_START = {"vision towers, experts, stages of a pipeline"}
+
+
+def test_the_page_names_what_tests_see_refused_and_nothing_else() -> None:
+    refused, _ = tables_of("What is different")
+    assert refused.keys() == NOT_SERVED.keys() | AT_START
+
+
+def test_the_page_has_the_sizes_of_pages() -> None:
+    _, otherwise = tables_of("What is different")
+    assert otherwise["tokens of a KV cache page"] == [
+        str(PAGE_TOKENS["process"]),
+        f"{PAGE_TOKENS['vllm']} on the CPU",
+    ]
+    assert (PAGE_TOKENS["process"], PAGE_TOKENS["vllm"]) == (loader.PAGE_TOKENS, vllm_admission.PAGE_TOKENS)
+
+
+def test_the_page_lists_the_types_that_tests_serve() -> None:
+    (types,) = tables_of("Model types")
+    assert types.keys() == {f"`{name}`" for name in (*ARCHITECTURES, *MORE_SERVED)}

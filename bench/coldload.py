@@ -13,9 +13,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +43,6 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 
 PROMPT_TOKENS = 64
-PAUSE_S = 0.02  # between two loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,7 @@ class TrafficScope:
     num_turns: int = 5
     quiet_s: float = 4.0
     num_cold: int = 20
+    pause_s: float = 0.02  # between two loads
     num_slots: int = 8
     num_active: int = 16  # variants under Zipf's law
     num_arrivals: int = 240
@@ -72,17 +72,19 @@ SMALL_SCOPE = TrafficScope(SMALL, num_turns=1, quiet_s=0.5, num_cold=2, num_arri
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A base, its published variants, and the traffic that they get."""
+    """A base, its published variants, the traffic that they get, and settings of the engine."""
 
     base: Path
     registry: Registry
     records: list[VersionRecord]
     scope: TrafficScope
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def service(self, num_slots: int, mode: Mode = "process") -> Iterator[BenchEngine]:
         """Serve all variants without a host cache."""
-        with serving(self.base, self.registry, self.records, mode=mode, max_gpu_deltas=num_slots) as service:
+        settings = {"max_gpu_deltas": num_slots, **self.settings}
+        with serving(self.base, self.registry, self.records, mode=mode, **settings) as service:
             yield service
 
     def prompts(self, count: int, seed: int) -> list[list[int]]:
@@ -126,7 +128,7 @@ def streams(setup: Setup) -> dict[str, float]:
         ]
         while service.engine.metric("time_to_first_token_seconds_count") < len(asked):
             time.sleep(0.01)
-        turns = [_turn(service, cold, scope.quiet_s) for _ in range(scope.num_turns)]
+        turns = [_turn(service, cold, scope) for _ in range(scope.num_turns)]
         for one in asked:
             service.stop(one)
         times = [one.times() for one in asked]
@@ -152,14 +154,14 @@ class Turn:
     loading: Span
 
 
-def _turn(service: BenchEngine, cold: Sequence[VersionRecord], quiet_s: float) -> Turn:
+def _turn(service: BenchEngine, cold: Sequence[VersionRecord], scope: TrafficScope) -> Turn:
     """Wait, load all cold variants one after another, and unload them."""
     began = time.perf_counter()
-    time.sleep(quiet_s)
+    time.sleep(scope.quiet_s)
     load_began = time.perf_counter()
     for record in cold:
         service.load(record)
-        time.sleep(PAUSE_S)
+        time.sleep(scope.pause_s)
     load_ended = time.perf_counter()
     for record in cold:
         service.unload(record)

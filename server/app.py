@@ -24,7 +24,7 @@ from server.api import (
 from server.api.access import RequestMiddleware
 from server.api.json_io import JsonReply
 from server.api.service import Service
-from server.loop_ledger import Turns
+from server.tenants.loop_ledger import Turns
 from server.web_server import WebServer, make_connections
 
 # Routes for every client.
@@ -98,6 +98,7 @@ def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
         dependencies=[Depends(access.authorize)],
     )
     app.state.service = service
+    access.install_origins(app, service.settings)
     app.add_middleware(RequestMiddleware, service=service)
     errors.install(app)
     json_io.install_bodies(app)

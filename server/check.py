@@ -34,7 +34,8 @@ from server.engine.build import (
     host_cache_bytes,
     plan_memory,
 )
-from server.settings import LoadedSettings, Settings
+from server.settings import Settings
+from server.settings_sources import LoadedSettings
 
 # Small, because only the right to pin is checked.
 PINNED_BYTES = 1 << 20

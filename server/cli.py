@@ -13,7 +13,8 @@ import typer
 from typer.core import TyperCommand, TyperOption
 
 from deltastore.errors import UsageError
-from server.settings import REMOVED, Settings, choices_of, flag_name, flags_of_settings, load_settings
+from server.settings import Settings, choices_of, flag_name, flags_of_settings
+from server.settings_sources import REMOVED, load_settings
 
 log = logging.getLogger(__name__)
 

@@ -34,8 +34,8 @@ from deltastore.threads import NICENESS, lower_thread_priority
 from deltastore.user_cache import user_cache_dir
 from server.errors import QueueFull
 from server.fairness import FairBudget, FairLimiter
-from server.loop_ledger import timed_on_thread
 from server.settings import Settings
+from server.tenants.loop_ledger import timed_on_thread
 
 log = logging.getLogger(__name__)
 

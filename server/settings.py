@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import re
-import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     DirectoryPath,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
-from deltastore.errors import SettingsError
-from server.tenants.tenant import LimitsSetting, TenantLimits, as_toml
+from server.tenants.tenant import LimitsSetting, TenantLimits
 
 ENV_PREFIX = "PERAXIS_"
 GIGABYTE = 1_000_000_000
-# Settings that are no more, with the type of their flags, and the way out.
-_NO_HUB = "a server fetches from no hub; `peraxis push hf://ORG/REPO[@REV][:FILE]` does, with your own token"
-REMOVED: Mapping[str, tuple[type, str]] = {"allow_hub": (bool, _NO_HUB), "hub_url": (str, _NO_HUB)}
-# The source of a setting that was not given.
-DEFAULT = "default"
-# Not those that Kubernetes sets in each pod from the names of Services.
-VARIABLE = re.compile(rf"{ENV_PREFIX}(?!.*(?:SERVICE_|PORT_\d)).*", re.IGNORECASE)
 HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
+# As a browser writes one: a default port is left out. Any origin is *.
+ORIGIN = re.compile(r"\*|https?://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -170,6 +159,14 @@ class Settings(BaseModel):
             "repeatable."
         ),
         Flag(ACCESS, "localhost and IP addresses, any with --allow-unauthenticated"),
+    ] = ()
+    allowed_origin: Annotated[
+        tuple[str, ...],
+        Field(
+            description="With --auth keys: an origin, such as https://chat.example.org, whose pages may send requests "
+            "with a key and read the replies; * for any; repeatable."
+        ),
+        Flag(ACCESS, "no page of another origin"),
     ] = ()
     default_limits: Annotated[
         LimitsSetting,
@@ -365,9 +362,9 @@ class Settings(BaseModel):
             raise ValueError("a path is empty: give a directory")
         return values
 
-    @field_validator("allowed_host", mode="before")
+    @field_validator("allowed_host", "allowed_origin", mode="before")
     @classmethod
-    def _split_hosts(cls, value: object) -> object:
+    def _split_names(cls, value: object) -> object:
         return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
 
     @field_validator("allowed_host")
@@ -377,6 +374,27 @@ class Settings(BaseModel):
             if not HOST_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a host: give it without scheme, port and path")
         return tuple(map(str.lower, value))
+
+    @field_validator("allowed_origin")
+    @classmethod
+    def _check_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        origins = tuple(map(str.lower, value))
+        for given, origin in zip(value, origins, strict=True):
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{given!r} is no origin: give scheme, host and port alone, as https://chat.example.org"
+                )
+            if origin.endswith(":443" if origin.startswith("https:") else ":80"):
+                raise ValueError(
+                    f"{given!r} has its scheme's own port, which browsers leave out: leave it out"
+                )
+        return origins
+
+    @model_validator(mode="after")
+    def _pages_have_keys(self) -> Settings:
+        if self.allowed_origin and self.auth != "keys":
+            raise ValueError("allowed_origin lets pages call this server with keys: take it with --auth keys")
+        return self
 
     @field_validator("source_dir")
     @classmethod
@@ -490,97 +508,6 @@ class Settings(BaseModel):
         return round(self.max_upload_gb * GIGABYTE)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSettings:
-    """Settings, and the source of each value."""
-
-    settings: Settings
-    origins: Mapping[str, str]
-
-    def is_given(self, name: str) -> bool:
-        """True for a setting that is no default."""
-        return self.origins[name] != DEFAULT
-
-    def describe(self) -> str:
-        """Return the settings as a TOML configuration file, with each source as a comment and secrets masked."""
-        lines = []
-        for name in Settings.model_fields:
-            value = getattr(self.settings, name)
-            shown = f"{name} = {_as_toml(value)}" if value is not None else f"# {name} is not set"
-            lines.append(f"{shown}  # {self.origins[name]}")
-        return "\n".join(lines)
-
-
-def load_settings(
-    flags: Mapping[str, Any],
-    config: Path | None = None,
-    *,
-    given_by: str | None = None,
-    stand_ins: Mapping[str, Any] | None = None,
-) -> LoadedSettings:
-    """Load the settings from flags, environment, TOML file and defaults, in this order of precedence.
-
-    Args:
-        flags: values of the flags that were given, by setting name.
-        config: a TOML file of settings, or None.
-        given_by: the place of `flags` for messages, if it is not the command line.
-        stand_ins: values of required settings that may be missing; they count as defaults.
-
-    Raises:
-        SettingsError: a setting is invalid or misspelt. One line names it, the value's source and what it must be.
-    """
-    # Deferred: only the process that reads the settings needs it, and `serve --help` does without.
-    from pydantic_settings import (
-        BaseSettings,
-        EnvSettingsSource,
-        InitSettingsSource,
-        PydanticBaseSettingsSource,
-        SettingsConfigDict,
-        TomlConfigSettingsSource,
-    )
-
-    _check_variables()
-    from_file = _read_file(config)
-    _check_removed(flags, from_file, given_by)
-    for name in from_file:
-        # pydantic-settings would take it, as it takes variables in any case.
-        if name not in Settings.model_fields and name.lower() in Settings.model_fields:
-            raise SettingsError(
-                f"{config}: {name} is not a setting: {name.lower()} is; write it in lower case"
-            )
-
-    # pydantic-settings asks the class for its sources, so the class is defined where `config` is known.
-    class Sourced(Settings, BaseSettings):
-        # A variable is taken as it is: validators split lists, and parse the table of limits.
-        model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, enable_decoding=False)
-
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            from_toml = TomlConfigSettingsSource(settings_cls, config)
-            return (
-                init_settings,
-                env_settings,
-                from_toml,
-                InitSettingsSource(settings_cls, dict(stand_ins or {})),
-            )
-
-    from_env = EnvSettingsSource(Sourced)()
-    names = {*Settings.model_fields, *from_file, *flags}
-    origins = {name: _origin(name, flags, from_env, from_file, given_by) for name in names}
-    try:
-        settings = Settings(**Sourced(**flags).model_dump())
-    except ValidationError as error:
-        raise SettingsError(_first_problem(error, origins, given_by)) from error
-    return LoadedSettings(settings, origins)
-
-
 def flags_of_settings() -> dict[str, Flag]:
     """Return the flag of each setting that has one, in the order of the fields."""
     found = ((name, field.metadata) for name, field in Settings.model_fields.items())
@@ -598,27 +525,6 @@ def choices_of(setting: str) -> tuple[str, ...]:
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
-def _check_variables() -> None:
-    """Raise SettingsError for a variable whose name is nearly that of a setting, such as PERAXIS_ATUH."""
-    for variable in filter(VARIABLE.fullmatch, os.environ):
-        name = variable[len(ENV_PREFIX) :].lower()
-        if name in Settings.model_fields or name in REMOVED:
-            continue
-        # A part behind two underscores would name a field of a table.
-        if meant := get_close_matches(name.partition("__")[0], Settings.model_fields, 1, cutoff=0.7):
-            raise SettingsError(
-                f"{variable} is not a setting: {ENV_PREFIX}{meant[0].upper()} is; rename it or unset it"
-            )
-
-
-def _check_removed(flags: Mapping[str, Any], from_file: Mapping[str, Any], given_by: str | None) -> None:
-    """Raise SettingsError for a setting that is no more."""
-    from_env = {name: value for name in REMOVED if (value := os.environ.get(f"{ENV_PREFIX}{name.upper()}"))}
-    for name, (_, way_out) in REMOVED.items():
-        if (origin := _origin(name, flags, from_env, from_file, given_by)) != DEFAULT:
-            raise SettingsError(f"{name} ({origin}) is no longer a setting: {way_out}")
-
-
 def _is_bucket(location: str) -> bool:
     # Deferred: it imports the registry, and `serve --help` does without.
     from deltastore.registry.claims import is_bucket
@@ -634,66 +540,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _read_file(config: Path | None) -> Mapping[str, Any]:
-    if config is None:
-        return {}
-    try:
-        with config.open("rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise SettingsError(f"{config}: {error.strerror}: give --config a readable file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{config}: not valid TOML: {error}") from error
-
-
-def _origin(
-    name: str,
-    flags: Mapping[str, Any],
-    from_env: Mapping[str, Any],
-    from_file: Mapping[str, Any],
-    given_by: str | None,
-) -> str:
-    if name in flags:
-        return f"from {given_by or flag_name(name)}"
-    if name in from_env:
-        return f"from {ENV_PREFIX}{name.upper()}"
-    return "from the configuration file" if name in from_file else DEFAULT
-
-
-def _first_problem(error: ValidationError, origins: Mapping[str, str], given_by: str | None) -> str:
-    first = error.errors(include_url=False)[0]
-    message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:
-        return message
-    name = str(first["loc"][0])
-    if first["type"] == "missing":
-        variable = f"{ENV_PREFIX}{name.upper()}"
-        if given_by is not None:
-            return f"{name} is missing: give it in {given_by}, or give {variable}"
-        return f"{name} is missing: give {flag_name(name)}, {variable} or {name} in a --config file"
-    if first["type"] == "extra_forbidden":
-        lists = "`peraxis serve --help`" if given_by is None else "docs/reference.md"
-        return f"{name} ({origins[name]}) is not a setting: {lists} lists them"
-    if first["type"] == "path_not_directory":
-        path = first["input"]
-        problem = f"{path} is a file" if Path(path).exists() else f"there is no directory {path}"
-        wanted = "the directory of a Hugging Face checkpoint" if name == "base" else "an existing directory"
-        return f"{name} ({origins[name]}): {problem}: give {wanted}"
-    # Not an abbreviation, such as JSON.
-    message = message if message[1:2].isupper() else message[0].lower() + message[1:]
-    return f"{name} ({origins[name]}): {message}, got {first['input']!r}"
-
-
-def _as_toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, TenantLimits):
-        return as_toml(value)
-    if isinstance(value, tuple):
-        return json.dumps([str(each) for each in value], ensure_ascii=False)
-    # A JSON string is a valid TOML string. A SecretStr masks itself.
-    return json.dumps(str(value), ensure_ascii=False)

@@ -28,7 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from server.fairness import FairBudget
-from server.loop_ledger import NOBODY, PROBES, WITHOUT_KEY, Account, Turns, start_charged, timed_task
+from server.tenants.loop_ledger import NOBODY, PROBES, WITHOUT_KEY, Account, Turns, start_charged, timed_task
 
 log = logging.getLogger(__name__)
 

@@ -177,15 +177,20 @@ PRINTABLE = [chr(code) for code in range(0x21, 0x7F)]
 
 
 def measure_constrained(
-    directory: Path, shapes: LlamaShapes, num_streams: int, num_new: int, repeats: int
+    directory: Path,
+    shapes: LlamaShapes,
+    num_streams: int,
+    num_new: int,
+    repeats: int,
+    flags: Sequence[str] = (),
 ) -> list[Subject]:
-    """Measure the three subjects in turns, on one server."""
+    """Measure the three subjects in turns, on one server that is started with `flags`, too."""
     base, registry = write_json_base(directory / "base", shapes), Registry(directory / "registry")
     texts = ["".join(_printable(prompt)) for prompt in prompts(num_streams, PROMPT_TOKENS, len(PRINTABLE))]
     half = num_streams // 2
     free = _requests(texts, num_new, {})
     constrained = _requests(texts, num_new, SCHEMA)
-    with server_for(base, registry, num_streams, 0) as server:
+    with server_for(base, registry, num_streams, 0, flags=flags) as server:
         answers: dict[str, Callable[[], Sample]] = {
             FREE: partial(through_http, server, free),
             CONSTRAINED: partial(through_http, server, constrained),

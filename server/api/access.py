@@ -2,9 +2,9 @@
 
 `authorize` is a dependency of every application, so it runs before a route reads its parameters or its body.
 
-A browser sends what a page asks it to. With keys, a page has none to send; without, a request is refused if a page of
-another site caused it (its `Origin` and `Sec-Fetch-Site`), or one that reached this server under a name of its own, by
-DNS rebinding (its `Host`).
+A browser sends what a page asks it to. With keys, a page sends the one that it has, if its origin is allowed, and no
+cookies; without, a request is refused if a page of another site caused it (its `Origin` and `Sec-Fetch-Site`), or
+one that reached this server under a name of its own, by DNS rebinding (its `Host`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltastore.errors import shown
 from server.api.service import AnyService, Service
 from server.errors import Forbidden, InvalidApiKey, QueueFull
-from server.loop_ledger import NOBODY
 from server.protocol.request import RequestContext, current_request
 from server.settings import Settings
+from server.tenants.loop_ledger import NOBODY
 from server.tenants.tenant import UNAUTHENTICATED, Caller, Role
 
 # "any": a key with any role of a tenant, so all but `metrics`. None: no key. A request for a route that is not listed
@@ -69,6 +70,28 @@ ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     ("GET", "/keys"): "admin",
     ("DELETE", "/keys/{key_id}"): "admin",
 }
+
+
+# Seconds for which a browser asks no second time whether a page may send a request.
+PREFLIGHT_S = 600
+# What pages may read of a reply beside its body.
+EXPOSED = (
+    "X-Request-Id", "X-Peraxis-Variant", "X-Peraxis-Version", "X-Peraxis-Digest", "X-Peraxis-Ignored", "Retry-After",
+    *(f"x-ratelimit-{part}-{kind}" for part in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+)  # fmt: skip
+
+
+def install_origins(app: FastAPI, settings: Settings) -> None:
+    """Let pages of the origins that are allowed send requests with keys, without cookies, and read the replies."""
+    if settings.allowed_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origin,
+            allow_methods=sorted({method for method, _ in ROLES}),
+            allow_headers=["*"],
+            expose_headers=EXPOSED,
+            max_age=PREFLIGHT_S,
+        )
 
 
 async def authorize(request: Request, service: AnyService) -> None:

@@ -27,7 +27,7 @@ from server.api.fields import ignored_fields, told
 from server.api.schemas import OpenAIBody
 from server.errors import InvalidRequest, RequestTimeout
 from server.fairness import FairBudget, FairLimiter
-from server.loop_ledger import timed_on_thread
+from server.tenants.loop_ledger import timed_on_thread
 
 JSON = "application/json"
 # Bound on one JSON body.

@@ -14,8 +14,8 @@ from fastapi.responses import Response
 
 from server.api.json_io import JsonReply, WholeReply
 from server.api.service import AnyService, Service
-from server.loop_ledger import timed_on_thread
 from server.metrics.exposition import CONTENT_TYPE, compose, variant_labels
+from server.tenants.loop_ledger import timed_on_thread
 
 router = APIRouter()
 metrics_router = APIRouter()

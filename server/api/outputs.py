@@ -33,7 +33,6 @@ from server.grammar.tool_calls import (
     parse_plain,
     parsed,
 )
-from server.loop_ledger import timed_on_thread
 from server.metrics.metrics import FrontendMetrics
 from server.protocol.engine_client import EngineLink
 from server.protocol.messages import (
@@ -48,6 +47,7 @@ from server.protocol.messages import (
 )
 from server.protocol.request import Operation, Request, TracedRequest
 from server.tenants.admission import Admission
+from server.tenants.loop_ledger import timed_on_thread
 from server.text.detokenizer import IncrementalDetokenizer, NewText, NewTokens, Window
 from server.text.service import VariantText
 

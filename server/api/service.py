@@ -26,7 +26,6 @@ from server.api.downloads import Downloads
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.fairness import FairBudget
 from server.grammar.service import GrammarService
-from server.loop_ledger import LoopLedger
 from server.metrics.exposition import RegistryScrapes
 from server.metrics.metrics import FrontendMetrics
 from server.protocol.engine_client import EngineLink
@@ -39,6 +38,7 @@ from server.tenants.admission import Admissions
 from server.tenants.changes import AuditLog, Auditor, VariantChanges
 from server.tenants.keys import KeyStore
 from server.tenants.limits import LimitsDirectory
+from server.tenants.loop_ledger import LoopLedger
 from server.tenants.stored import StoredCounts
 from server.tenants.tenant import Caller, Tenant
 from server.text.service import TextService, text_pool

@@ -40,8 +40,8 @@ PARALLEL_LOGITS = 1 << 16
 
 # The greatest logit, and what multiplies a logit's distance from it: its weight is e to the power of the product.
 Weigh = tuple[np.float32, np.float32]
-# Room for as many places, keys and weights, int32, uint32 and float32, as a row has logits.
-Memory = tuple[np.ndarray, np.ndarray, np.ndarray]
+# Room for as many places, keys, weights and copies of weights, int32, uint32 and float32, as a row has logits.
+Memory = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 # A `Draw`, with the addresses of its lists.
 ROW = np.dtype(
@@ -273,19 +273,27 @@ def _least_kept(
     by_sum: bool,
     floor: np.float32,
     memory: Memory,
+    sums: np.ndarray,  # [blocks] float64: becomes the sum of each block's weights that are kept, with `by_sum`
 ) -> np.float32:
     """Return the greatest logit down to which weights or logits add up to `target`, and at least `floor`."""
-    places, keys, weights = memory
+    places, keys, weights, copies = memory
     greatest, factor = weigh
-    low, high = _bounds(x, weigh, target, total, by_sum, floor)
+    if by_sum or 2 * target > len(maxima):
+        low, high = _bounds(x, weigh, target, total, by_sum, floor)
+    else:
+        # So many blocks have a logit that is not below it.
+        first = len(maxima) - np.intp(target)
+        low, high = max(floor, np.partition(maxima, first)[first]), INFINITE
     while True:
         above, number = 0.0, np.uintp(0)
         for block in range(len(maxima)):
+            sums[block] = 0
             if maxima[block] < low:
                 continue
             own = x[block * BLOCK : (block + 1) * BLOCK]
             if maxima[block] >= high:
-                above += float(_sum_from(own, weigh, high) if by_sum else _count_from(own, high))
+                sums[block] = _sum_from(own, weigh, high) if by_sum else _count_from(own, high)
+                above += sums[block]
             number = _between(own, low, high, block * BLOCK, places, number)
         for i in range(number):
             keys[i], weights[i] = _key(x[places[i]]), x[places[i]]
@@ -297,7 +305,13 @@ def _least_kept(
         if (low == floor and high == INFINITE) or above < target <= above + inside:
             break
         low, high = floor, INFINITE
-    return _least_of(keys[:number], weights[:number], target - above, by_sum)
+    copies[:number] = weights[:number]
+    least = _least_of(keys[:number], weights[:number], target - above, by_sum)
+    if by_sum:
+        for i in range(number):
+            if x[places[i]] >= least:
+                sums[places[i] // BLOCK] += copies[i]
+    return least
 
 
 @numba.njit(error_model="numpy")
@@ -329,6 +343,16 @@ def _sum_blocks(
 
 
 @numba.njit(error_model="numpy")
+def _memory(size: int) -> Memory:
+    return (
+        np.empty(size, np.int32),
+        np.empty(size, np.uint32),
+        np.empty(size, np.float32),
+        np.empty(size, np.float32),
+    )
+
+
+@numba.njit(error_model="numpy")
 def _draw(x: np.ndarray, row: Any, memory: Memory) -> tuple[int, np.float32]:
     """Return the token of one row, and the least logit that is kept."""
     num_blocks = (len(x) + BLOCK - 1) // BLOCK
@@ -346,13 +370,15 @@ def _draw(x: np.ndarray, row: Any, memory: Memory) -> tuple[int, np.float32]:
         return first, greatest
     weigh, least = (greatest, np.float32(1 / row.temperature)), np.float32(LEAST)
     if 0 < row.top_k < len(x):
-        least = _least_kept(x, maxima, weigh, float(row.top_k), float(len(x)), False, least, memory)
+        least = _least_kept(x, maxima, weigh, float(row.top_k), float(len(x)), False, least, memory, sums)
+    total = _sum_blocks(x, maxima, weigh, least, sums)
     if row.top_p < 1:
-        total = _sum_blocks(x, maxima, weigh, least, sums)
-        least = max(least, _least_kept(x, maxima, weigh, row.top_p * total, total, True, least, memory))
+        least = _least_kept(x, maxima, weigh, row.top_p * total, total, True, least, memory, sums)
+        total = sums.sum()
     if row.min_p > 0:
         least = max(least, np.float32(greatest + row.temperature * np.log(row.min_p)))
-    target, chosen = row.uniform * _sum_blocks(x, maxima, weigh, least, sums), -1
+        total = _sum_blocks(x, maxima, weigh, least, sums)
+    target, chosen = row.uniform * total, -1
     for block in range(num_blocks):
         if sums[block] > 0:
             chosen = block
@@ -373,7 +399,7 @@ def _draw_share(job: Any, thread: int, num_threads: int) -> None:
     for number in range(thread, job.num_rows, num_threads):
         size = max(size, rows[number].num_tokens)
     # Once for all rows: memory of this size comes from the system, page by page, and pages only when they are written.
-    memory = np.empty(size, np.int32), np.empty(size, np.uint32), np.empty(size, np.float32)
+    memory = _memory(size)
     for number in range(thread, job.num_rows, num_threads):
         row = rows[number]
         x = array(at(job.logits + 4 * number * job.stride), (row.num_tokens,), np.float32)
@@ -421,7 +447,7 @@ def _score_share(job: Any, thread: int, num_threads: int) -> None:
     size = job.num_tokens
     num_blocks = (size + BLOCK - 1) // BLOCK
     maxima, sums = np.empty(num_blocks, np.float32), np.empty(num_blocks)
-    memory = np.empty(size, np.int32), np.empty(size, np.uint32), np.empty(size, np.float32)
+    memory = _memory(size)
     for number in range(thread, job.num_rows, num_threads):
         x = array(at(job.logits + 4 * number * job.stride), (size,), np.float32)
         greatest = _maxima(x, maxima)
@@ -433,7 +459,7 @@ def _score_share(job: Any, thread: int, num_threads: int) -> None:
             continue
         least, target = -INFINITE, float(job.num_top)
         if job.num_top < size:
-            least = _least_kept(x, maxima, weigh, target, float(size), False, np.float32(LEAST), memory)
+            least = _least_kept(x, maxima, weigh, target, float(size), False, np.float32(LEAST), memory, sums)
         _best(x, maxima, least, values[number], ids[number])
         values[number] -= log_total
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from deltastore.errors import SettingsError
-from server.settings import Settings, load_settings
+from server.settings import Settings
+from server.settings_sources import load_settings
 
 try:
     from ray import serve

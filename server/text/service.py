@@ -25,8 +25,8 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.verified_object import Sink, read_files
 from server.fairness import FairCache, FairLimiter, Share, tenant_of
-from server.loop_ledger import timed_on_thread
 from server.registry_calls import RegistryCalls
+from server.tenants.loop_ledger import timed_on_thread
 from server.text.chat_template import DEFAULT, Conversation, choose, render
 from server.text.detokenizer import NewText, NewTokens
 from server.text.generation_config import Generation, base_generation, read_generation

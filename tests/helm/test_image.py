@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from server.settings import ENV_PREFIX, load_settings
+from server.settings import ENV_PREFIX
+from server.settings_sources import load_settings
 from tests.helm.helpers.rendering import (
     ROOT,
     Object,

@@ -13,7 +13,8 @@ from helm_python import Chart, HelmError
 from helm_python.errors import HelmValuesError
 
 from docs.chart_settings import OWNED_BY_CHART, SCHEMA, settings_schema
-from server.settings import ENV_PREFIX, Settings, load_settings
+from server.settings import ENV_PREFIX, Settings
+from server.settings_sources import load_settings
 from tests.helm.helpers.rendering import (
     CHART,
     RAY,

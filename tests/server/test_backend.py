@@ -8,7 +8,8 @@ import pytest
 
 from deltastore.errors import SettingsError
 from server.processes import with_backend
-from server.settings import Settings, load_settings
+from server.settings import Settings
+from server.settings_sources import load_settings
 
 
 def settings(directory: Path, **given: object) -> Settings:

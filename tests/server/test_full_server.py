@@ -14,9 +14,9 @@ import pytest
 
 from server.api.access import owner_of
 from server.app import create_app
-from server.loop_ledger import NOBODY, PART_WITHOUT_KEY, WINDOW_S, Headers, Turns
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
+from server.tenants.loop_ledger import NOBODY, PART_WITHOUT_KEY, WINDOW_S, Headers, Turns
 from server.web_server import run_event_loop
 from tests.server.helpers.http_app import make_service, settings_of
 from tests.server.helpers.live_server import WAIT_S

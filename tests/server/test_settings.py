@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from deltastore.errors import SettingsError
-from server.settings import LoadedSettings, Settings, load_settings
+from server.settings import Settings
+from server.settings_sources import LoadedSettings, load_settings
 from server.tenants.tenant import TenantLimits
 
 
@@ -169,6 +170,32 @@ def test_any_address_is_served_with_keys_or_when_the_operator_insists(
     tmp_path: Path, flags: dict[str, Any]
 ) -> None:
     assert loaded(tmp_path, host="0.0.0.0", **flags).settings.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("https://chat.example.org/", "no origin: give scheme, host and port alone"),
+        ("chat.example.org", "no origin"),
+        ("https://*.example.org", "no origin"),
+        ("null", "no origin"),
+        ("https://chat.example.org:443", "leave it out"),
+        ("http://chat.example.org:80", "leave it out"),
+    ],
+)
+def test_an_origin_that_no_browser_would_send_is_refused(tmp_path: Path, given: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        loaded(tmp_path, auth="keys", allowed_origin=(given,))
+
+
+def test_origins_come_with_commas_and_need_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "PERAXIS_ALLOWED_ORIGIN", "https://Chat.example.org,http://localhost:3000,http://[::1]:3000,*"
+    )
+    expected = ("https://chat.example.org", "http://localhost:3000", "http://[::1]:3000", "*")
+    assert loaded(tmp_path, auth="keys").settings.allowed_origin == expected
+    with pytest.raises(SettingsError, match="--auth keys"):
+        loaded(tmp_path)
 
 
 def test_gigabytes_are_decimal(tmp_path: Path) -> None:

@@ -43,11 +43,11 @@ def test_every_route_is_in_the_table_of_roles(tmp_path: Path, admin_port: int | 
     assert asyncio.run(routes()) == set(ROLES)
 
 
-def exercise(tmp_path: Path, talk: Callable[[HttpApp], Awaitable[None]]) -> None:
+def exercise(tmp_path: Path, talk: Callable[[HttpApp], Awaitable[None]], **overrides: Any) -> None:
     """Run an application with keys and without an engine, and let `talk` send requests to it."""
 
     async def main() -> None:
-        async with running_app(settings_of(tmp_path, tmp_path / "registry", auth="keys")) as app:
+        async with running_app(settings_of(tmp_path, tmp_path / "registry", auth="keys", **overrides)) as app:
             await talk(app)
 
     asyncio.run(main())
@@ -227,3 +227,46 @@ def test_with_keys_the_key_alone_decides(tmp_path: Path) -> None:
 
     key = make_key(tmp_path)
     exercise(tmp_path, talk)
+
+
+PAGE = "https://chat.example.org"
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, content-type, x-stainless-lang",
+}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "is_allowed"),
+    [
+        ((PAGE, "http://localhost:3000"), PAGE, True),
+        ((PAGE, "http://localhost:3000"), "http://localhost:3000", True),
+        (("*",), "https://any.example", True),
+        ((PAGE,), "https://chat.example.org.evil.example", False),
+        ((PAGE,), "http://chat.example.org", False),
+        ((PAGE,), "null", False),
+        ((), PAGE, False),
+    ],
+)
+def test_pages_of_allowed_origins_alone_send_keys_and_read_replies(
+    tmp_path: Path, allowed: tuple[str, ...], origin: str, is_allowed: bool
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        asked = await app.client.options("/v1/chat/completions", headers={"Origin": origin, **PREFLIGHT})
+        assert (asked.status_code == 200) is is_allowed
+        headers = {"Origin": origin, "Authorization": f"Bearer {key}"}
+        got = await app.client.get("/variants", headers=headers)
+        refused = await app.client.get("/variants", headers={"Origin": origin})
+        # A program that names an origin is none of a browser's business.
+        assert (got.status_code, refused.status_code) == (200, 401)
+        for reply in (asked, got, refused):
+            found = reply.headers.get("access-control-allow-origin")
+            assert found == (("*" if "*" in allowed else origin) if is_allowed else None)
+            assert "access-control-allow-credentials" not in reply.headers
+        if is_allowed:
+            assert "x-stainless-lang" in asked.headers["access-control-allow-headers"]
+            assert {"PATCH", "DELETE"} <= set(asked.headers["access-control-allow-methods"].split(", "))
+            assert "X-Request-Id" in got.headers["access-control-expose-headers"]
+
+    key = make_key(tmp_path)
+    exercise(tmp_path, talk, allowed_origin=allowed)

@@ -11,9 +11,9 @@ import resource
 from typing import Any
 
 from server.fairness import FairBudget
-from server.loop_ledger import LoopLedger, Turns
 from server.metrics.metrics import FrontendMetrics
 from server.processes import listen
+from server.tenants.loop_ledger import LoopLedger, Turns
 from server.web_server import WebServer, make_connections, run_event_loop
 
 NUM_DESCRIPTORS = 1024

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from server.loop_ledger import (
+from server.metrics.metrics import EngineMetrics, FrontendMetrics
+from server.tenants.loop_ledger import (
     NOBODY,
     PART_WITHOUT_KEY,
     PAUSE_S,
@@ -23,7 +24,6 @@ from server.loop_ledger import (
     timed_on_thread,
     timed_task,
 )
-from server.metrics.metrics import EngineMetrics, FrontendMetrics
 from tests.server.helpers.web import make_turns
 
 WEEK_S = 7 * 86400.0

@@ -1,4 +1,4 @@
-"""Where settings come from: flags over environment over TOML file over defaults, with one line for what is wrong."""
+"""The sources of settings, flags over environment over TOML file over defaults, and one line for what is wrong in them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources of settings, flags over environment over TOML file over defaults, and one line for what is wrong in them."""
+"""The sources of settings: flags over environment over TOML file over defaults. What is wrong in one is one line."""
 
 from __future__ import annotations
 

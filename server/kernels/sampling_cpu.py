@@ -1,8 +1,9 @@
 """Draws the next tokens of a batch on the CPU, compiled by numba: each row by its own parameters, without a sort.
 
-The least logit that top-k or top-p keeps is looked for among the few between two bounds that a sample of the row
-suggests, or among all if it is not there. They are divided by the bits of the logits until one value is left, so the
-cost has a bound whatever the logits are. The draw walks through the weights in the order of the tokens.
+The least logit that top-k or top-p keeps is looked for among the few between two bounds: the greatest logits of blocks
+give them, or a sample of the row suggests them, and if it is not there, all are looked at. They are divided by their
+bits until one value is left, so the cost has a bound whatever the logits are. The draw walks through the weights in the
+order of the tokens.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ LEAST = np.finfo(np.float32).min
 INFINITE = np.float32(np.inf)
 # The bits of infinity: those of a NaN without its sign are greater.
 INFINITE_BITS = np.int32(0x7F800000)
+PLACES = np.uint64(0x0001020304050607)
 # Smaller batches are drawn on one thread: waking the others costs more than they save.
 PARALLEL_LOGITS = 1 << 16
 
 # The greatest logit, and what multiplies a logit's distance from it: its weight is e to the power of the product.
 Weigh = tuple[np.float32, np.float32]
-# Room for as many places, keys, weights and copies of weights, int32, uint32 and float32, as a row has logits.
-Memory = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+# Room for as many places, keys, weights and copies of weights as a row has logits, and for a block's flags.
+Memory = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 # A `Draw`, with the addresses of its lists.
 ROW = np.dtype(
@@ -210,13 +212,28 @@ def _least_of(
 
 @numba.njit(error_model="numpy")
 def _between(
-    x: np.ndarray, low: np.float32, high: np.float32, first: int, places: np.ndarray, number: np.uintp
+    x: np.ndarray,  # [at most BLOCK] float32
+    low: np.float32,
+    high: np.float32,
+    first: int,
+    places: np.ndarray,
+    number: np.uintp,
+    flags: np.ndarray,  # [BLOCK] uint8, overwritten
 ) -> np.uintp:
     """Note the places of logits from `low` to below `high` behind `number` others; return how many there are now."""
-    # Without a sign, an index needs no test; without a branch, no guess of it is wrong.
+    # Compared in vectors; of eight flags at a time, only those that are set are looked at.
     for i in range(len(x)):
-        places[number] = first + i
-        number += np.uintp((x[i] >= low) & (x[i] < high))
+        flags[i] = np.uint8(x[i] >= low) & np.uint8(x[i] < high)
+    flags[len(x) :] = 0
+    eights = flags.view(np.uint64)
+    for eight in range((len(x) + 7) // 8):
+        left = eights[eight]
+        while left != 0:
+            lowest = left & (~left + np.uint64(1))
+            # The highest byte of the product is the place of the one byte that is set.
+            places[number] = first + 8 * eight + np.intp((lowest * PLACES) >> np.uint64(56))
+            number += np.uintp(1)
+            left ^= lowest
     return number
 
 
@@ -276,7 +293,7 @@ def _least_kept(
     sums: np.ndarray,  # [blocks] float64: becomes the sum of each block's weights that are kept, with `by_sum`
 ) -> np.float32:
     """Return the greatest logit down to which weights or logits add up to `target`, and at least `floor`."""
-    places, keys, weights, copies = memory
+    places, keys, weights, copies, flags = memory
     greatest, factor = weigh
     if by_sum or 2 * target > len(maxima):
         low, high = _bounds(x, weigh, target, total, by_sum, floor)
@@ -294,7 +311,7 @@ def _least_kept(
             if maxima[block] >= high:
                 sums[block] = _sum_from(own, weigh, high) if by_sum else _count_from(own, high)
                 above += sums[block]
-            number = _between(own, low, high, block * BLOCK, places, number)
+            number = _between(own, low, high, block * BLOCK, places, number, flags)
         for i in range(number):
             keys[i], weights[i] = _key(x[places[i]]), x[places[i]]
         for i in range(number):
@@ -344,12 +361,8 @@ def _sum_blocks(
 
 @numba.njit(error_model="numpy")
 def _memory(size: int) -> Memory:
-    return (
-        np.empty(size, np.int32),
-        np.empty(size, np.uint32),
-        np.empty(size, np.float32),
-        np.empty(size, np.float32),
-    )
+    places, keys = np.empty(size, np.int32), np.empty(size, np.uint32)
+    return places, keys, np.empty(size, np.float32), np.empty(size, np.float32), np.empty(BLOCK, np.uint8)
 
 
 @numba.njit(error_model="numpy")

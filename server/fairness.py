@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -98,13 +99,19 @@ def tenant_of(share: Share) -> str:
 
 
 class FairLimiter:
-    """Gives each task a permit. Tenants with waiting tasks get free permits in turn, and so do the shares of a tenant.
+    """Gives each task a permit; of tenants with waiting tasks, that which held permits for the fewest seconds is next.
+
+    So slow tasks of a tenant make others wait for one of them, and not for as many as they have tasks of their own.
+    Tenants with as many seconds take turns, and so do the shares of a tenant. A tenant begins with the seconds of the
+    one that got the last permit (start-time fair queueing, Goyal and others, 1996), and nobody has any left when no
+    permit is held.
 
     Args:
         num_permits: tasks that run at a time.
         permits_per_share: permits that one share may have.
         max_waiting: waiting tasks of one share; further ones are refused.
         permits_per_tenant: permits that all shares of one tenant may have; None is all.
+        clock: counts the seconds.
     """
 
     def __init__(
@@ -113,6 +120,7 @@ class FairLimiter:
         permits_per_share: int,
         max_waiting: int,
         permits_per_tenant: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_free = num_permits
         self._permits_per_share = permits_per_share
@@ -120,8 +128,16 @@ class FairLimiter:
         self._max_waiting = max_waiting
         self._taken: Counter[Share] = Counter()
         self._taken_by_tenant: Counter[str] = Counter()
-        # The tenant whose turn is next comes first, and so does its next share.
-        self._waiting: OrderedDict[str, OrderedDict[Share, Queue]] = OrderedDict()
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        # Those of the tenant that got the last permit, when it got it.
+        self._last_seconds = 0.0
+        # Of each tenant the share whose turn is next comes first.
+        self._waiting: dict[str, OrderedDict[Share, Queue]] = {}
+        # Tenants with waiting tasks: seconds, and when they began to wait for this turn. One entry of each is true.
+        self._turns: list[tuple[float, int, str]] = []
+        self._entries: dict[str, int] = {}
+        self._ticks = itertools.count()
 
     @asynccontextmanager
     async def permit(self, share: Share) -> AsyncIterator[None]:
@@ -131,9 +147,11 @@ class FairLimiter:
             QueueFull: `max_waiting` tasks of the share wait already.
         """
         await self._acquire(share)
+        begun = self._clock()
         try:
             yield
         finally:
+            self._seconds[tenant_of(share)] += self._clock() - begun
             self._release(share)
 
     async def _acquire(self, share: Share) -> None:
@@ -159,9 +177,12 @@ class FairLimiter:
         )
 
     def _take(self, share: Share) -> None:
+        tenant = tenant_of(share)
+        self._begin(tenant)
+        self._last_seconds = max(self._last_seconds, self._seconds[tenant])
         self._num_free -= 1
         self._taken[share] += 1
-        self._taken_by_tenant[tenant_of(share)] += 1
+        self._taken_by_tenant[tenant] += 1
 
     def _release(self, share: Share) -> None:
         tenant = tenant_of(share)
@@ -172,29 +193,60 @@ class FairLimiter:
             del self._taken[share]
         if not self._taken_by_tenant[tenant]:
             del self._taken_by_tenant[tenant]
+        if tenant in self._waiting:
+            self._enter(tenant)
         self._serve_next()
+        if not self._taken and not self._waiting:
+            self._seconds.clear()
+            self._last_seconds = 0.0
+
+    def _begin(self, tenant: str) -> None:
+        """Give a tenant without permits and waiting tasks the seconds that it begins with."""
+        if tenant not in self._waiting and tenant not in self._taken_by_tenant:
+            self._seconds[tenant] = max(self._seconds.get(tenant, 0.0), self._last_seconds)
+
+    def _enter(self, tenant: str) -> None:
+        """Let a tenant wait for its turn, behind those that have as many seconds."""
+        tick = self._entries[tenant] = next(self._ticks)
+        heapq.heappush(self._turns, (self._seconds[tenant], tick, tenant))
 
     def _serve_next(self) -> None:
-        """Give a permit to the first tenant with a share that may have one more; both are last in the next turn."""
-        waiting = (share for shares in self._waiting.values() for share in shares)
-        share = next(filter(self._has_permit_for, waiting), None)
-        if share is None:
-            return
-        shares = self._waiting[tenant_of(share)]
+        """Give a free permit to the first tenant that may have one more, and to its first share that may."""
+        passed = []
+        while self._turns and self._num_free > 0:
+            turn = heapq.heappop(self._turns)
+            _, tick, tenant = turn
+            if self._entries.get(tenant) != tick:
+                continue
+            share = next(filter(self._has_permit_for, self._waiting[tenant]), None)
+            if share is not None:
+                self._serve(share)
+                break
+            passed.append(turn)
+        for turn in passed:
+            heapq.heappush(self._turns, turn)
+
+    def _serve(self, share: Share) -> None:
+        tenant = tenant_of(share)
+        shares = self._waiting[tenant]
         turn = shares[share].popleft()
         shares.move_to_end(share)
-        self._waiting.move_to_end(tenant_of(share))
-        self._drop_if_empty(share)
         self._take(share)
+        self._enter(tenant)
+        self._drop_if_empty(share)
         turn.set()
 
     def _join(self, share: Share) -> asyncio.Event:
-        shares = self._waiting.setdefault(tenant_of(share), OrderedDict())
-        queue = shares.setdefault(share, deque())
+        tenant = tenant_of(share)
+        self._begin(tenant)
+        is_first = tenant not in self._waiting
+        queue = self._waiting.setdefault(tenant, OrderedDict()).setdefault(share, deque())
         if len(queue) >= self._max_waiting:
             raise QueueFull(f"{len(queue)} tasks of the same tenant and variant wait: try again in a moment")
         turn = asyncio.Event()
         queue.append(turn)
+        if is_first:
+            self._enter(tenant)
         return turn
 
     def _leave(self, share: Share, turn: asyncio.Event) -> None:
@@ -202,11 +254,12 @@ class FairLimiter:
         self._drop_if_empty(share)
 
     def _drop_if_empty(self, share: Share) -> None:
-        shares = self._waiting[tenant_of(share)]
+        tenant = tenant_of(share)
+        shares = self._waiting[tenant]
         if not shares[share]:
             del shares[share]
         if not shares:
-            del self._waiting[tenant_of(share)]
+            del self._waiting[tenant], self._entries[tenant]
 
 
 # Entries of a heap that are out of date: past twice the owners and this number it is made anew.

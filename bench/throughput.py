@@ -56,6 +56,8 @@ VARIANTS = (1, 2, 4, 8, 16)
 MANY = 8  # variants of the goals
 KV_CACHE_GB = 0.6  # at the shapes of larger models; else what the server takes
 OURS, OURS_ON_VLLM = "Peraxis", "Peraxis with vLLM"
+# Tokens of a step of vLLM on the CPU, unless it is told another number: peers have it.
+VLLM_STEP = 4096
 # Tokens of each answer while all warm up: deltas are loaded, and kernels compiled.
 WARM_UP_TOKENS = 4
 
@@ -91,6 +93,8 @@ class Scale:
 def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     scale = Scale.of(args.shapes, args.layers, args.streams)
+    if args.variants:
+        scale = replace(scale, counts=tuple(args.variants), num_merged=max(args.variants))
     if args.small:
         scale = replace(scale, shapes=SMALL, name="tiny")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -109,7 +113,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             vllm = {**peer.loaded, "thread_binding": binding}
             compiled = running_vllm(args.vllm, base, (), binding, max(scale.num_requests))
             subjects += compiled_contenders(stack.enter_context(compiled), scale.num_requests)
-            sizes = {**settings, "kv_cache_gb": scale.kv_cache_gb or KV_CACHE_GB}
+            sizes = {
+                **settings,
+                "kv_cache_gb": scale.kv_cache_gb or KV_CACHE_GB,
+                "max_batch_tokens": VLLM_STEP,
+            }
             engine = serving(base, registry, records, backend="vllm", engine_python=args.vllm, **sizes)
             subjects += ours(stack.enter_context(engine), scale, OURS_ON_VLLM)
         library = stack.enter_context(running_library(base, scale.num_merged))
@@ -253,6 +261,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="a tiny model; writes JSON only with --out")
     parser.add_argument("--shapes", choices=SHAPES, default="158m", help="whose sizes")
     parser.add_argument("--layers", type=int, help="so many of them rather than the default of the shapes")
+    parser.add_argument("--variants", type=int, nargs="+", help=f"so many variants, {MANY} among them")
     parser.add_argument("--streams", type=int, nargs="+", default=NUM_REQUESTS, help="requests at a time")
     parser.add_argument(
         "--vllm", type=Path, help="the Python of an environment that has vLLM and peraxis-vllm"

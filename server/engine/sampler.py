@@ -482,7 +482,9 @@ def score(
 
 # What a token takes more than an argmax, in argmaxes (`python -m bench.sampling`, 128k tokens): in the kernels, with
 # rules of a generation config, and with warpers of transformers that sort.
-DRAWN, WITH_TOP_K, WITH_TOP_P, WITH_MIN_P, WITH_PENALTY, WITH_LOGPROBS = 1.2, 1.4, 6.0, 0.3, 1.6, 5.8
+DRAWN, WITH_TOP_P, WITH_MIN_P, WITH_PENALTY, WITH_LOGPROBS = 0.8, 2.6, 0.4, 1.0, 2.6
+# A greater top-k than a row has blocks takes as much as top-p.
+WITH_TOP_K, SMALL_TOP_K = 0.2, 64
 RULED, SORTED = 20.0, 500.0
 
 
@@ -499,8 +501,8 @@ def _cost(params: SamplingParams, rules: LogitsRules | None) -> float:
     if params.repetition_penalty != 1:
         cost += WITH_PENALTY
     if is_drawn:
-        cost += DRAWN + WITH_TOP_K * (params.top_k > 0) + WITH_TOP_P * (params.top_p < 1)
-        cost += WITH_MIN_P * (params.min_p > 0)
+        cost += DRAWN + WITH_TOP_K * (params.top_k > 0) + WITH_MIN_P * (params.min_p > 0)
+        cost += WITH_TOP_P * ((params.top_p < 1) + (params.top_k > SMALL_TOP_K))
     return cost
 
 

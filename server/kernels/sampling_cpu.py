@@ -26,9 +26,9 @@ from server.kernels.reference import Draw
 
 # Logits that are added up at a time.
 BLOCK = 512
-# Logits of a row's sample. A row of fewer than a few times as many has none.
-SAMPLE, SAMPLED_FROM = 1024, 4096
-# How many standard deviations of the sample's sums the bounds are apart from the target.
+# Logits of a row's first and second sample, and the bins of the second. A row of fewer than twice as many has none.
+FEW, MANY, BINS = 256, 4096, 256
+# How many standard deviations of a sample's sums the bounds are apart from the target.
 DEVIATIONS = 3.0
 # The bits of a logit's key that divide what is between the bounds: of these many each, from the highest on.
 LEVELS = ((21, 11), (10, 11), (0, 10))
@@ -238,46 +238,82 @@ def _between(
 
 
 @numba.njit(error_model="numpy")
+def _sample(
+    x: np.ndarray, size: int, weigh: Weigh, by_sum: bool, floor: np.float32, is_sorted: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return logits of a row that are evenly apart, and the weights of those that are not below `floor`."""
+    logits, weights = np.empty(size, np.float32), np.ones(size, np.float32)
+    step = len(x) // size
+    for i in range(size):
+        logits[i] = x[i * step]
+    if is_sorted:
+        logits.sort()
+    greatest, factor = weigh
+    if by_sum:
+        for i in range(size):
+            weights[i] = exp((logits[i] - greatest) * factor) if logits[i] >= floor else np.float32(0)
+    return logits, weights
+
+
+@numba.njit(error_model="numpy")
+def _deviation(amount: float, squares: float, size: int) -> float:
+    """Return how far the sum of a sample's weights may be from what the row has, with the sum of their squares."""
+    return DEVIATIONS * math.sqrt(max(squares - amount * amount / size, 0.0))
+
+
+@numba.njit(error_model="numpy")
 def _bounds(
     x: np.ndarray,  # [tokens] float32
     weigh: Weigh,
-    target: float,
-    total: float,
+    below: float,
     by_sum: bool,
     floor: np.float32,
 ) -> tuple[np.float32, np.float32]:
-    """Return bounds: the logit with which the greatest ones reach `target` is from the first to below the second, most
-    likely.
+    """Return bounds: the first logit at which the least ones add up to `below` is from the first to below the second,
+    most likely.
 
-    Counts are added up from the sample's greatest logit on. Sums are from its least: rare logits with large weights,
-    which a sample may lack, come last then.
+    They are added up from the least on, because rare logits with large weights, which a sample may lack, come last
+    then. Few of them, in their order, give bounds, in which bins of many give narrower ones.
     """
-    if len(x) < SAMPLED_FROM:
-        return floor, INFINITE
-    step = len(x) // SAMPLE
-    sample = np.empty(SAMPLE, np.float32)
-    for i in range(SAMPLE):
-        sample[i] = x[i * step]
-    sample.sort()
-    goal = (total - target if by_sum else target) * SAMPLE / len(x)
-    greatest, factor = weigh
-    near, far = (floor, INFINITE) if by_sum else (INFINITE, floor)
-    amount, squares = 0.0, 0.0
-    for i in range(SAMPLE):
-        logit = sample[i if by_sum else SAMPLE - 1 - i]
-        weight = 1.0
-        if by_sum:
-            weight = float(exp((logit - greatest) * factor)) if logit >= floor else 0.0
-        amount += weight
-        squares += weight * weight
-        deviation = DEVIATIONS * math.sqrt(squares)
-        if amount + DEVIATIONS * math.sqrt(squares + weight * weight) <= goal:
-            near = logit if by_sum else np.nextafter(logit, INFINITE)
-        if amount - weight - deviation >= goal:
-            far = np.nextafter(logit, INFINITE) if by_sum else logit
+    low, high = floor, INFINITE
+    if len(x) < 2 * MANY:
+        return low, high
+    logits, weights = _sample(x, FEW, weigh, by_sum, floor, True)
+    goal, amount, squares = below * FEW / len(x), 0.0, 0.0
+    for i in range(FEW):
+        before = amount
+        amount += weights[i]
+        squares += weights[i] * weights[i]
+        deviation = _deviation(amount, squares, FEW)
+        if amount + deviation <= goal:
+            low = max(low, logits[i])
+        if before - deviation >= goal:
+            high = np.nextafter(logits[i], INFINITE)
             break
-    low, high = (near, far) if by_sum else (far, near)
-    return max(low, floor), high
+    # Not the floor: a few logits that are far below the others would leave them one bin.
+    first = low if low > floor else max(floor, logits[0])
+    width = (min(high, weigh[0]) - first) / BINS
+    if not 0 < width < INFINITE:
+        return low, high
+    logits, weights = _sample(x, MANY, weigh, by_sum, floor, False)
+    amounts, all_squares = np.zeros(BINS + 1), np.zeros(BINS + 1)
+    for i in range(MANY):
+        if logits[i] < high:
+            # The first is what lies below all bins.
+            j = 0 if logits[i] < first else 1 + min(np.intp((logits[i] - first) / width), BINS - 1)
+            amounts[j] += weights[i]
+            all_squares[j] += weights[i] * weights[i]
+    goal, amount, squares = below * MANY / len(x), 0.0, 0.0
+    for j in range(BINS + 1):
+        edge = np.float32(first + j * width)
+        amount += amounts[j]
+        squares += all_squares[j]
+        deviation = _deviation(amount, squares, MANY)
+        if amount + deviation <= goal:
+            low = max(low, edge)
+        if amount - deviation >= goal:
+            return low, min(high, np.nextafter(edge, INFINITE))
+    return low, high
 
 
 @numba.njit(error_model="numpy")
@@ -295,8 +331,8 @@ def _least_kept(
     """Return the greatest logit down to which weights or logits add up to `target`, and at least `floor`."""
     places, keys, weights, copies, flags = memory
     greatest, factor = weigh
-    if by_sum or 2 * target > len(maxima):
-        low, high = _bounds(x, weigh, target, total, by_sum, floor)
+    if by_sum or target > len(maxima):
+        low, high = _bounds(x, weigh, total - target, by_sum, floor)
     else:
         # So many blocks have a logit that is not below it.
         first = len(maxima) - np.intp(target)

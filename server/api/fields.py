@@ -76,7 +76,6 @@ NEUTRAL: Mapping[str, tuple[object, ...] | None] = {
     "return_tokens_as_token_ids": (False,),
     "routed_experts_prompt_start": None,
     "session_id": None,
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": None,
     "thinking_token_budget": (),

@@ -299,7 +299,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
     outputs = (
         ToolOutputs(events, requests, text, call.requested, call.stream)
         if call.requested.tools
-        else TextOutputs(events, requests, text)
+        else TextOutputs(events, requests, text, call.echo and not isinstance(call.prompts[0], str))
     )
     return Submission(requests, outputs, echoes, events.admission.rates)
 
@@ -312,7 +312,7 @@ async def _tokenized(
     Raises:
         InvalidRequest: a prompt is too long, with the new tokens that the call asks for, or cannot be tokenized.
     """
-    prompts, echoes = [], []
+    prompts, echoes, skips = [], [], call.sampling.get("skip_special_tokens", True)
     for prompt in call.prompts:
         # Short prompts are tokenized on the event loop, which others need between them.
         await asyncio.sleep(0)
@@ -320,7 +320,7 @@ async def _tokenized(
         _check_length(call, len(ids), max_tokens)
         prompts.append(ids)
         if call.echo:
-            echoes.append(prompt if isinstance(prompt, str) else await text.decode(list(ids)))
+            echoes.append(prompt if isinstance(prompt, str) else await text.decode_prompt(list(ids), skips))
     return prompts, echoes
 
 
@@ -464,6 +464,7 @@ def _sampling_params(
                     call.length_field,
                 )
         given["max_new_tokens"] = max(1, min(default_new, num_left))
+    given["stops_begin_in_prompt"] = "stop" not in call.sampling
     ends = frozenset() if given.pop("ignore_eos", False) else generation.eos_token_ids
     given["stop_token_ids"] = ends | given.get("stop_token_ids", frozenset())
     is_constrained = call.requested.grammar is not None

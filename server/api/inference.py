@@ -21,7 +21,6 @@ from server.api.service import AnyService, TenantDep
 from server.grammar.tool_calls import CallDelta, ToolCall
 from server.protocol.messages import FinishReason
 from server.tenants.tenant import Tenant
-from server.text.detokenizer import INCOMPLETE
 
 # OpenAI's API names the version that answered by a fingerprint; ours is this much of the digest.
 FINGERPRINT_CHARS = 12
@@ -96,7 +95,7 @@ def completion_logprobs(tokens: Iterable[TextToken], num_chars: int = 0) -> dict
     """
     shown = list(tokens)
     return {
-        "tokens": [token.text if token.scored is None else token.scored.text for token in shown],
+        "tokens": [token.text if token.scored is None else _named(token.scored) for token in shown],
         "token_logprobs": [None if token.scored is None else token.scored.logprob for token in shown],
         "top_logprobs": [_top(token) for token in shown],
         "text_offset": [num_chars + token.offset for token in shown],
@@ -113,20 +112,28 @@ def chat_logprobs(tokens: Iterable[TextToken]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _top(token: TextToken) -> dict[str, float] | None:
-    """Return the likeliest tokens and the token itself; of tokens with the same text, the likeliest."""
-    if token.scored is None:
+def _top(token: TextToken) -> dict[str, float | None] | None:
+    """Return the likeliest tokens and the token itself; others with the same text have vLLM's ``token_id:N`` for it."""
+    own = token.scored
+    if own is None or own.logprob is None:
         return None
-    found: dict[str, float] = {}
-    for scored in (*token.top, token.scored):
-        found.setdefault(scored.text, scored.logprob)
+    found = dict[str, float | None]()
+    for scored in (*token.top, own):
+        text = _named(scored)
+        is_taken = text in found or text == _named(own)
+        found[f"token_id:{scored.token_id}" if is_taken and scored.token_id != own.token_id else text] = (
+            scored.logprob
+        )
     return found
 
 
+def _named(scored: ScoredText) -> str:
+    """Return a token's text as OpenAI's completions have it: a part of a character by its bytes."""
+    return scored.token.text if scored.token.raw is None else f"bytes:{scored.token.text}"
+
+
 def _openai_scored(scored: ScoredText) -> dict[str, Any]:
-    # Bytes of an incomplete character are not known.
-    encoded = None if INCOMPLETE in scored.text else list(scored.text.encode())
-    return {"token": scored.text, "logprob": scored.logprob, "bytes": encoded}
+    return {"token": scored.token.text, "logprob": scored.logprob, "bytes": list(scored.token.encoded)}
 
 
 CHAT_KIND = "chat.completion"
@@ -472,4 +479,10 @@ def _logprobs(token: TextToken) -> dict[str, Any]:
 
 
 def _scored(scored: ScoredText) -> dict[str, Any]:
-    return {"token_id": scored.token_id, "text": scored.text, "logprob": scored.logprob}
+    token = scored.token
+    return {
+        "token_id": scored.token_id,
+        "text": token.text,
+        "bytes": list(token.encoded),
+        "logprob": scored.logprob,
+    }

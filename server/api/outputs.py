@@ -50,6 +50,7 @@ from server.tenants.admission import Admission
 from server.tenants.loop_ledger import timed_on_thread
 from server.text.detokenizer import IncrementalDetokenizer, NewText, NewTokens, Window
 from server.text.service import VariantText
+from server.text.tokenizer import TokenText
 
 if TYPE_CHECKING:
     from server.tracing import RequestSpans
@@ -362,11 +363,11 @@ async def _disconnected(request: fastapi.Request) -> None:
 
 
 class ScoredText(Struct, frozen=True):
-    """One token as log-probabilities show it."""
+    """One token as log-probabilities show it; the first one of a prompt has none."""
 
     token_id: int
-    text: str
-    logprob: float
+    token: TokenText
+    logprob: float | None
 
 
 class TextToken(Struct, frozen=True):
@@ -411,11 +412,20 @@ class TextOutputs:
     The sequences of all requests are numbered in one row: those of the first request come first.
 
     Args:
-        requests: all that were submitted to `events`, in this order, with the same variant, `n` and `stop`.
+        requests: all that were submitted to `events`, in this order, with the same variant and parameters, but for
+            their lengths.
+        shows_prompt_ends: where a prompt ends within a character, its reply repeats it without that, and the character
+            is shown with the sequence.
     """
 
-    def __init__(self, events: RequestEvents, requests: Sequence[Request], text: VariantText) -> None:
-        params = requests[0].sampling_params
+    def __init__(
+        self,
+        events: RequestEvents,
+        requests: Sequence[Request],
+        text: VariantText,
+        shows_prompt_ends: bool = False,
+    ) -> None:
+        self._params = params = requests[0].sampling_params
         # Tokens of each prompt whose log-probabilities were asked for; they come before the first new token.
         self.prompts: dict[int, tuple[TextToken, ...]] = {}
         self.timings: Timings | None = None  # of the request that ended last
@@ -428,7 +438,9 @@ class TextOutputs:
         self._stop_token_ids = params.stop_token_ids
         self._num_open = len(requests)
         self._sequences = {
-            index: _Sequence(IncrementalDetokenizer(params.stop, params.include_stop_str_in_output))
+            index: _Sequence(
+                IncrementalDetokenizer(params, requests[index // params.n].prompt_ids, shows_prompt_ends)
+            )
             for index in range(params.n * len(requests))
         }
 
@@ -467,25 +479,38 @@ class TextOutputs:
         if not changed:
             return []
         new = await self._text.decode_streams([self._new_tokens(sequence) for sequence in changed.values()])
-        texts = await self._texts_of(token for sequence in changed.values() for token in sequence.tokens)
+        texts, first = dict[int, TokenText](), dict[int, TokenText]()
+        if self._params.logprobs is not None:
+            texts = await self._texts_of(token for each in changed.values() for token in each.tokens)
+            first = await self._texts_of(
+                (
+                    each.tokens[decoded.begins]
+                    for each, decoded in zip(changed.values(), new, strict=True)
+                    if decoded.begins is not None
+                ),
+                begins=True,
+            )
         return [
             output
             for (index, sequence), decoded in zip(changed.items(), new, strict=True)
-            for output in self._outputs(index, sequence, decoded, texts)
+            for output in self._outputs(index, sequence, decoded, texts, first)
         ]
 
     def _new_tokens(self, sequence: _Sequence) -> NewTokens:
-        # An end token has no text.
-        ids = [token.token_id for token in sequence.tokens if token.token_id not in self._stop_token_ids]
-        return sequence.detokenizer.push(ids, sequence.reason is not None)
+        return sequence.detokenizer.push(
+            (token.token_id for token in sequence.tokens), sequence.reason is not None
+        )
 
-    async def _texts_of(self, tokens: Iterable[TokenEvent]) -> dict[int, str]:
-        """Return the text of each token that log-probabilities name."""
-        scored = [token for token in tokens if token.logprob is not None]
-        if not scored:
-            return {}
-        ids = {token.token_id for token in scored} | {id_ for token in scored for id_, _ in token.top}
-        return dict(zip(ids, await self._text.decode_each(list(ids)), strict=True))
+    async def _texts_of(self, tokens: Iterable[TokenEvent], begins: bool = False) -> dict[int, TokenText]:
+        """Return the own text of each token that log-probabilities name.
+
+        Args:
+            begins: as the text of prompt and answer begins with it.
+        """
+        ids = {
+            token_id for token in tokens for token_id in (token.token_id, *(each for each, _ in token.top))
+        }
+        return dict(zip(ids, await self._text.token_texts(list(ids), begins), strict=True)) if ids else {}
 
     async def _prompt(self, number: int, event: PromptEvent) -> tuple[TextToken, ...]:
         """Return the tokens of a prompt; the first one has no log-probability."""
@@ -494,25 +519,35 @@ class TextOutputs:
             TokenEvent(number, ids[0]),
             *(TokenEvent(number, token.token_id, token.logprob, token.top) for token in event.tokens),
         ]
-        (decoded,) = await self._text.decode_streams([NewTokens(Window(), tuple(ids), is_last=True)])
+        new = NewTokens(Window(), tuple(ids), False, self._params.skip_special_tokens)
+        (decoded,) = await self._text.decode_streams([new])
         texts = await self._texts_of(tokens)
+        begins = () if decoded.begins is None else (tokens[decoded.begins],)
+        first = await self._texts_of(begins, begins=True)
         # Tens of thousands of values take long to make, and other requests need the event loop.
         making = timed_on_thread(_prompt_tokens)
-        return await asyncio.to_thread(making, number, tokens, decoded.texts, texts)
+        return await asyncio.to_thread(making, number, tokens, decoded, texts, first)
 
     def _outputs(
-        self, index: int, sequence: _Sequence, decoded: NewText, texts: dict[int, str]
+        self,
+        index: int,
+        sequence: _Sequence,
+        decoded: NewText,
+        texts: dict[int, TokenText],
+        first: dict[int, TokenText],
     ) -> Iterator[TextToken | SequenceEnd]:
-        """Yield a sequence's tokens up to a stop string, and its end."""
+        """Yield a sequence's tokens up to a stop string, and its end.
+
+        Args:
+            first: the texts at the position with which the text of prompt and answer begins.
+        """
         visible = sequence.detokenizer.take(decoded)
         tokens, sequence.tokens = sequence.tokens, []
-        shown = iter(zip(visible.texts, decoded.texts, strict=False))
-        for token in tokens:
-            text, whole = ("", "") if token.token_id in self._stop_token_ids else next(shown, (None, ""))
-            if text is None:
-                break
-            yield _text_token(index, token, text, sequence.num_chars, texts)
-            sequence.num_chars += len(whole)
+        # They end with the token that completed a stop string.
+        for position, (token, text) in enumerate(zip(tokens, visible.texts, strict=False)):
+            own = first if position == decoded.begins else texts
+            yield _text_token(index, token, text, sequence.num_chars, own)
+            sequence.num_chars += len(decoded.texts[position])
         if visible.stopped:
             yield SequenceEnd(index, "stop", visible.tail)
             if sequence.reason is None:
@@ -525,18 +560,25 @@ class TextOutputs:
 
 
 def _prompt_tokens(
-    number: int, tokens: Sequence[TokenEvent], visible: Sequence[str], texts: dict[int, str]
+    number: int,
+    tokens: Sequence[TokenEvent],
+    decoded: NewText,
+    texts: dict[int, TokenText],
+    first: dict[int, TokenText],
 ) -> tuple[TextToken, ...]:
-    """Return the tokens of a prompt, given the text that each makes visible and the texts of scored tokens."""
+    """Return the tokens of a prompt, given the own texts of all and of the one with which the text begins."""
     offset, shown = 0, []
-    for token, text in zip(tokens, visible, strict=True):
-        shown.append(_text_token(number, token, text, offset, texts))
+    for position, (token, text) in enumerate(zip(tokens, decoded.texts, strict=True)):
+        own = first if position == decoded.begins else texts
+        shown.append(_text_token(number, token, text, offset, own))
         offset += len(text)
     return tuple(shown)
 
 
-def _text_token(index: int, token: TokenEvent, text: str, offset: int, texts: dict[int, str]) -> TextToken:
-    if token.logprob is None:
+def _text_token(
+    index: int, token: TokenEvent, text: str, offset: int, texts: dict[int, TokenText]
+) -> TextToken:
+    if token.token_id not in texts:
         return TextToken(index, token.token_id, text, offset)
     scored = ScoredText(token.token_id, texts[token.token_id], token.logprob)
     top = tuple(ScoredText(token_id, texts[token_id], logprob) for token_id, logprob in token.top)

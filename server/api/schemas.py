@@ -216,7 +216,7 @@ class Reference:
 
 OPENAI_SAMPLING_FIELDS = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n", "frequency_penalty",
-    "presence_penalty", "min_tokens", "ignore_eos", "include_stop_str_in_output",
+    "presence_penalty", "min_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
 )  # fmt: skip
 ModelName = Annotated[str, Meta(min_length=1, max_length=200)]
 NumTokens = Annotated[int, Meta(ge=0, le=10_000_000)]
@@ -270,6 +270,7 @@ class OpenAIBody(Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: NumTokens | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
 
     @property
     def usage_in(self) -> UsageIn:

@@ -236,7 +236,7 @@ def _decoded(tokenizer: LoadedTokenizer, answer: FreeAnswer) -> DecodedAnswer:
     with failures_as(lambda reason: ArtifactError(f"its tokenizer cannot decode tokens: {reason}")):
         before = answer.prompt
         if not isinstance(before, DecodedAnswer):
-            before = DecodedAnswer(decode(list(before)))
+            before = DecodedAnswer(decode(list(before)), window=Window.behind(before))
         new = decode_new(decode, NewTokens(before.window, answer.new_ids, answer.is_whole))
     return DecodedAnswer(before.prompt, "".join([before.text, *new.texts, new.tail]), new.window)
 

@@ -131,6 +131,8 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
     min_tokens: int = 0  # new ones before `stop_token_ids`
     include_stop_str_in_output: bool = False
+    stops_begin_in_prompt: bool = False  # as `generate()` finds those of a generation config
+    skip_special_tokens: bool = True
     rules: GenerationRules = NEUTRAL  # of the generation config
     is_constrained: bool = False  # each token is sampled with a mask that the client sends
 

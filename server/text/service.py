@@ -30,7 +30,7 @@ from server.tenants.loop_ledger import timed_on_thread
 from server.text.chat_template import DEFAULT, Conversation, choose, render
 from server.text.detokenizer import NewText, NewTokens
 from server.text.generation_config import Generation, base_generation, read_generation
-from server.text.tokenizer import NO_BASE_TEMPLATE, NO_TEMPLATE, LoadedTokenizer
+from server.text.tokenizer import NO_BASE_TEMPLATE, NO_TEMPLATE, LoadedTokenizer, TokenText
 from server.text.worker_tasks import (
     MODEL_CONFIG_FILE,
     TEMPLATE_FILE,
@@ -338,13 +338,25 @@ class VariantText:
         """Return the text of token ids."""
         return await self._run(_num_chars(ids), LoadedTokenizer.decode, ids, skip_special_tokens)
 
-    async def decode_each(self, ids: list[int]) -> list[str]:
-        """Return the text of each token alone, as log-probabilities show it."""
-        return await self._run(_num_chars(ids), LoadedTokenizer.decode_each, ids)
+    async def decode_prompt(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Return the text of a prompt without an incomplete character at its end, which its answer shows."""
+        return await self._run(_num_chars(ids), LoadedTokenizer.decode_prompt, ids, skip_special_tokens)
+
+    async def token_texts(self, ids: list[int], begins: bool = False) -> list[TokenText]:
+        """Return the own text of each token, as log-probabilities show it.
+
+        Args:
+            begins: as the text begins with it; otherwise as it stands behind other text.
+        """
+        return await self._run(_num_chars(ids), LoadedTokenizer.token_texts, ids, begins)
 
     async def decode_streams(self, new: list[NewTokens]) -> list[NewText]:
         """Decode the new tokens of many sequences in one call; the results are in the order of `new`."""
-        num_chars = sum(_num_chars(tokens.ids) for tokens in new)
+        # The end of a prompt is decoded once, before the first tokens of its sequence.
+        num_chars = sum(
+            _num_chars(tokens.ids) + (_num_chars(tokens.window.ids) if tokens.window.num_shown is None else 0)
+            for tokens in new
+        )
         return await self._run(num_chars, LoadedTokenizer.decode_streams, new)
 
     async def token_strings(self, ids: list[int]) -> list[str]:

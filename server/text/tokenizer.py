@@ -6,17 +6,31 @@ abort the process or keep it busy without end.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import replace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltastore.errors import ArtifactError
 from server.errors import ContextTooLong, InvalidRequest
 from server.text.chat_template import DEFAULT, Conversation, choose, render
-from server.text.detokenizer import Decode, NewText, NewTokens, decode_new
+from server.text.detokenizer import (
+    INCOMPLETE,
+    Decode,
+    NewText,
+    NewTokens,
+    complete_text,
+    decode_new,
+    num_incomplete,
+    num_unclean,
+)
 from server.text.failures import failures_as
 
 NO_TEMPLATE = (
@@ -39,6 +53,26 @@ PROBED_CHARS_PER_TOKEN = 8
 MAX_CHARS, MAX_CHARS_PER_TOKEN = 1 << 16, 1 << 10
 # Tokens by which the end of a beginning may differ from the same place in the whole text.
 PROBE_SLACK = 64
+# A text that tokens stand behind, for their own texts.
+ANCHOR = "a"
+# Tokens that are single bytes, and the characters of GPT-2's vocabularies, each of which is a byte.
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
+
+
+class TokenText(Struct, frozen=True):
+    """The own text of one token, as log-probabilities show it.
+
+    Args:
+        raw: the bytes of a token that is a part of a character. `text` has `\\x` before each that is no character.
+    """
+
+    text: str
+    raw: bytes | None = None
+
+    @property
+    def encoded(self) -> bytes:
+        return self.text.encode() if self.raw is None else self.raw
 
 
 class LoadedTokenizer:
@@ -51,7 +85,12 @@ class LoadedTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
-        self._decode = _decoder(tokenizer)
+        self._decode = _decoder(tokenizer, skip_special_tokens=True)
+        self._decode_all = _decoder(tokenizer, skip_special_tokens=False)
+        self._special_ids = frozenset(
+            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+        self._num_unsettled = num_unclean if _cleans_up(tokenizer) else num_incomplete
         self._longest_token: int | None = None
 
     @classmethod
@@ -129,19 +168,28 @@ class LoadedTokenizer:
         text = render(template, conversation, self.template_variables)
         return self.encode(text, max_tokens, conversation.add_special_tokens, "messages")
 
-    def decode_each(self, ids: list[int]) -> list[str]:
-        """Return the text of each token alone, without special tokens."""
+    def token_texts(self, ids: list[int], begins: bool = False) -> list[TokenText]:
+        """Return the own text of each token, also of special ones.
+
+        Args:
+            begins: as the text begins with it; otherwise as it stands behind other text.
+        """
         with self._decoding():
-            return self._checked([self._decode([token_id]) for token_id in ids], len(ids))
+            texts = [self._decode_all([each]) if begins else self._own_text(each) for each in ids]
+            self._checked(texts, len(ids))
+            return list(map(self._token_text, ids, texts))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
         with self._decoding():
-            if skip_special_tokens:
-                text = self._decode(ids)
-            else:
-                text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
-            return self._checked([text], len(ids))[0]
+            return self._checked([self._decoder(skip_special_tokens)(ids)], len(ids))[0]
+
+    def decode_prompt(self, ids: list[int], skip_special_tokens: bool) -> str:
+        """Return the text of a prompt without an incomplete character at its end, which its answer shows."""
+        with self._decoding():
+            left_out = self._special_ids if skip_special_tokens else ()
+            decode, shown = self._decoder(skip_special_tokens), [each for each in ids if each not in left_out]
+            return self._checked([complete_text(decode, shown)], len(ids))[0]
 
     def token_strings(self, ids: list[int]) -> list[str]:
         """Return each token as the vocabulary has it; empty for an id without a token."""
@@ -152,7 +200,51 @@ class LoadedTokenizer:
     def decode_streams(self, new: list[NewTokens]) -> list[NewText]:
         """Decode the new tokens of many sequences."""
         with self._decoding():
-            return [decode_new(self._decode, tokens) for tokens in new]
+            return list(map(self._decode_new, new))
+
+    def _decode_new(self, new: NewTokens) -> NewText:
+        left_out = self._special_ids if new.skip_special_tokens else frozenset[int]()
+        found = decode_new(self._decoder(new.skip_special_tokens), new, left_out, self._num_unsettled)
+        own = {
+            position: self._own_text(token_id)
+            for position, token_id in enumerate(new.ids)
+            if token_id in left_out or token_id in new.end_ids
+        }
+        if found.begins is not None:
+            first = new.ids[found.begins]
+            own[found.begins] = self._own_text(first).removesuffix(self._decode_all([first]))
+        self._checked(list(own.values()), len(own))
+        asks_before = new.window.num_shown is None and new.num_before
+        before = self._decode_all(list(new.window.ids))[-new.num_before :] if asks_before else ""
+        return replace(found, left_out=own, before=before) if own or before else found
+
+    def _decoder(self, skip_special_tokens: bool) -> Decode:
+        return self._decode if skip_special_tokens else self._decode_all
+
+    @cached_property
+    def _anchor(self) -> tuple[list[int], str]:
+        """Tokens for others to stand behind, and their text."""
+        ids = list(self._tokenizer(ANCHOR, add_special_tokens=False)["input_ids"])
+        return ids, self._decode_all(ids)
+
+    def _own_text(self, token_id: int) -> str:
+        """Return the text of a token behind other text."""
+        ids, before = self._anchor
+        text = self._decode_all([*ids, token_id])
+        return text[len(before) :] if text.startswith(before) else self._decode_all([token_id])
+
+    def _token_text(self, token_id: int, text: str) -> TokenText:
+        if INCOMPLETE not in text:
+            return TokenText(text)
+        token = str(self._tokenizer.convert_ids_to_tokens(token_id) or "")
+        if (byte := BYTE_TOKEN.fullmatch(token)) is not None:
+            raw = bytes.fromhex(byte[1])
+        elif all(character in BYTE_OF for character in token):
+            raw = bytes(BYTE_OF[character] for character in token)
+        else:
+            return TokenText(text)
+        text = raw.decode(errors="backslashreplace")
+        return TokenText(text, None if text.encode() == raw else raw)
 
     def _checked(self, texts: list[str], num_tokens: int) -> list[str]:
         """Return the texts of tokens; raise ArtifactError if they are longer than text of real tokens."""
@@ -201,12 +293,16 @@ def _has(param: str) -> str:
     return f"the {param} {'have' if param in ('messages', 'tokens') else 'has'}"
 
 
-def _decoder(tokenizer: PreTrainedTokenizerFast) -> Decode:
-    """Return transformers' `decode` without special tokens, in its fastest form: every token needs two calls of it."""
-    if (
-        type(tokenizer)._decode is PreTrainedTokenizerFast._decode
-        and not tokenizer.clean_up_tokenization_spaces
-    ):
+def _decoder(tokenizer: PreTrainedTokenizerFast, skip_special_tokens: bool) -> Decode:
+    """Return transformers' `decode` in its fastest form: every token needs two calls of it."""
+    if type(tokenizer)._decode is PreTrainedTokenizerFast._decode and not _cleans_up(tokenizer):
         decode = tokenizer.backend_tokenizer.decode
-        return lambda ids: str(decode(ids, skip_special_tokens=True))
-    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+        return lambda ids: str(decode(ids, skip_special_tokens=skip_special_tokens))
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+def _cleans_up(tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Return whether transformers' `decode` takes spaces before punctuation away, which for BPE needs a flag."""
+    is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
+    for_bpe = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    return bool(tokenizer.clean_up_tokenization_spaces and (for_bpe or not is_bpe))

@@ -178,7 +178,7 @@ def probe(tokenizer: LoadedTokenizer) -> None:
     except InvalidRequest as error:
         raise ArtifactError(f"its tokenizer cannot be used: {error}") from error
     tokenizer.decode(ids)
-    tokenizer.decode_each(ids)
+    tokenizer.token_texts(ids)
 
 
 def _try_template(tokenizer: LoadedTokenizer) -> None:

@@ -34,6 +34,25 @@ def llama() -> Tokenizer:
     return _with_special(tokenizer)
 
 
+def gemma() -> Tokenizer:
+    """Gemma's kind: as Llama's, without a space before the text."""
+    tokenizer = llama()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def mistral() -> Tokenizer:
+    """Mistral's kind: as Llama's, with control tokens in conversations."""
+    tokenizer = llama()
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.add_special_tokens(["<s>", "</s>", "[INST]", "[/INST]"])
+    return tokenizer
+
+
 def word_level() -> Tokenizer:
     """One token per word; tokens are joined by spaces."""
     words = ["[UNK]", *sorted(set(TEXT.split()))]
@@ -77,6 +96,8 @@ def metaspace() -> Tokenizer:
 KINDS = {
     "byte level": byte_level,
     "llama": llama,
+    "gemma": gemma,
+    "mistral": mistral,
     "word level": word_level,
     "word piece": word_piece,
     "metaspace": metaspace,

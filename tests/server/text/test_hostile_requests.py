@@ -10,6 +10,7 @@ import pytest
 
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
+from server.protocol.request import SamplingParams
 from server.text import tokenizer as loaded_tokenizer
 from server.text.chat_template import Conversation
 from server.text.detokenizer import IncrementalDetokenizer
@@ -84,7 +85,7 @@ def test_a_decoder_that_backtracks_without_end_fails_its_own_request(
         async def ask() -> None:
             text = await service.of(record, "default")
             ids = await text.encode("eeeeeeee", MAX_TOKENS)
-            await text.decode_streams([IncrementalDetokenizer(()).push(ids)])
+            await text.decode_streams([IncrementalDetokenizer(SamplingParams()).push(ids)])
 
         asking = asyncio.create_task(ask())
         await assert_others_are_served(service)

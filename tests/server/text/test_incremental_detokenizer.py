@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from server.protocol.request import SamplingParams
 from server.text.detokenizer import IncrementalDetokenizer, VisibleText, decode_new
 from tests.helpers.tiny_models import make_tokenizer
 
@@ -14,30 +15,30 @@ def take(detokenizer: IncrementalDetokenizer, text: str, is_last: bool = False) 
 
 
 def test_a_stop_string_ends_the_text_and_is_never_shown() -> None:
-    visible = take(IncrementalDetokenizer(("END",)), "one END two", is_last=True)
+    visible = take(IncrementalDetokenizer(SamplingParams(stop=("END",))), "one END two", is_last=True)
     assert visible == VisibleText(("o", "n", "e", " ", "", "", ""), "", stopped=True)
 
 
 def test_a_stop_string_is_found_across_calls() -> None:
-    detokenizer = IncrementalDetokenizer(("END",))
+    detokenizer = IncrementalDetokenizer(SamplingParams(stop=("END",)))
     assert take(detokenizer, "one E") == VisibleText(("o", "n", "e", " ", ""), "", stopped=False)
     assert take(detokenizer, "ND") == VisibleText(("", ""), "", stopped=True)
     assert take(detokenizer, "more", is_last=True) == VisibleText((), "", stopped=True)
 
 
 def test_text_that_only_begins_a_stop_string_comes_with_the_last_token() -> None:
-    visible = take(IncrementalDetokenizer(("END",)), "one EN", is_last=True)
+    visible = take(IncrementalDetokenizer(SamplingParams(stop=("END",))), "one EN", is_last=True)
     assert ("".join(visible.texts), visible.tail, visible.stopped) == ("one ", "EN", False)
 
 
 def test_a_sequence_may_end_without_a_further_token() -> None:
-    detokenizer = IncrementalDetokenizer(("END",))
+    detokenizer = IncrementalDetokenizer(SamplingParams(stop=("END",)))
     assert take(detokenizer, "E").texts == ("",)
     assert take(detokenizer, "", is_last=True) == VisibleText((), "E", stopped=False)
 
 
 def test_half_a_character_at_the_end_is_shown_as_by_transformers() -> None:
-    detokenizer = IncrementalDetokenizer(())
+    detokenizer = IncrementalDetokenizer(SamplingParams())
     ids = TOKENIZER("a€")["input_ids"][:-1]
     new = decode_new(TOKENIZER.backend_tokenizer.decode, detokenizer.push(ids, is_last=True))
     visible = detokenizer.take(new)

@@ -22,7 +22,8 @@ def test_of_several_templates_the_default_one_renders() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"tool_use": "no", "default": "{{ bos_token }}yes"}
     loaded = LoadedTokenizer(tokenizer)
-    assert loaded.decode_each(loaded.render_chat(CONVERSATION, 10)) == ["", "y", "e", "s"]
+    texts = loaded.token_texts(loaded.render_chat(CONVERSATION, 10))
+    assert [each.text for each in texts] == ["<s>", "y", "e", "s"]
 
 
 def test_without_a_template_messages_are_refused() -> None:
@@ -63,7 +64,7 @@ def test_a_vocabulary_of_absurdly_long_tokens_is_not_decoded() -> None:
     tokenizer = make_tokenizer()
     tokenizer.add_tokens(["a" * 200_000])
     loaded, ids = LoadedTokenizer(tokenizer), [len(tokenizer) - 1]
-    for decode in (loaded.decode, loaded.decode_each, loaded.token_strings):
+    for decode in (loaded.decode, loaded.token_texts, loaded.token_strings):
         with pytest.raises(ArtifactError, match="200000 characters of 1 tokens"):
             decode(ids)
 

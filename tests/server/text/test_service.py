@@ -16,6 +16,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.verified_object import TakeFile, VariantFiles, read_files
 from server.errors import InvalidRequest, WorkerDied
+from server.protocol.request import SamplingParams
 from server.registry_calls import RegistryCalls
 from server.text import service as service_module
 from server.text import service as staging
@@ -125,10 +126,10 @@ def test_a_variant_brings_its_tokens_template_and_defaults(texts: Texts, own_fil
         assert await text.encode("<added-1>", MAX_TOKENS) == [260]
         ids = await text.render_chat(CONVERSATION, MAX_TOKENS)
         assert await text.decode(ids) == "hi!"
-        assert await text.decode_each(ids) == ["h", "i", "!"]
+        assert [each.text for each in await text.token_texts(ids)] == ["h", "i", "!"]
         assert text.generation.eos_token_ids == {260}
         assert text.generation.defaults == {"top_k": 5}
-        detokenizer = IncrementalDetokenizer(())
+        detokenizer = IncrementalDetokenizer(SamplingParams())
         [new] = await text.decode_streams([detokenizer.push(ids, is_last=True)])
         assert detokenizer.take(new).texts == ("h", "i", "!")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from deltastore.errors import ArtifactError
 from server.errors import ContextTooLong, InvalidRequest
-from server.text.chat_template import DEFAULT, Conversation, choose, render
+from server.text.answer_form import RenderedChat, render_prompt
+from server.text.chat_template import DEFAULT, Conversation, choose
 from server.text.detokenizer import Decode, NewText, NewTokens, decode_new
 from server.text.failures import failures_as
 
@@ -119,15 +121,22 @@ class LoadedTokenizer:
             raise too_many_tokens(len(ids), max_tokens, param)
         return ids
 
-    def render_chat(self, conversation: Conversation, max_tokens: int) -> list[int]:
-        """Return the token ids of a conversation rendered by the chat template.
+    @cached_property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The texts of special tokens by id."""
+        tokens = self._tokenizer.added_tokens_decoder.items()
+        return {token_id: token.content for token_id, token in tokens if token.special}
+
+    def render_chat(self, conversation: Conversation, max_tokens: int) -> RenderedChat:
+        """Return the token ids of a conversation rendered by the chat template, and the form of its answer.
 
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or makes too much text.
         """
         template = choose(self.chat_templates, conversation, NO_TEMPLATE)
-        text = render(template, conversation, self.template_variables)
-        return self.encode(text, max_tokens, conversation.add_special_tokens, "messages")
+        prompt = render_prompt(template, conversation, self.template_variables, self.response_template)
+        ids = self.encode(prompt.text, max_tokens, conversation.add_special_tokens, "messages")
+        return RenderedChat(ids, prompt.form.with_special(self.special_tokens))
 
     def decode_each(self, ids: list[int]) -> list[str]:
         """Return the text of each token alone, without special tokens."""

@@ -22,7 +22,7 @@ def test_of_several_templates_the_default_one_renders() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"tool_use": "no", "default": "{{ bos_token }}yes"}
     loaded = LoadedTokenizer(tokenizer)
-    assert loaded.decode_each(loaded.render_chat(CONVERSATION, 10)) == ["", "y", "e", "s"]
+    assert loaded.decode_each(loaded.render_chat(CONVERSATION, 10).ids) == ["", "y", "e", "s"]
 
 
 def test_without_a_template_messages_are_refused() -> None:

@@ -23,20 +23,20 @@ from server.api.errors import error_body
 from server.api.json_io import JsonReply
 from server.api.outputs import (
     LOGPROB_BYTES,
+    AnswerOutputs,
     EventStream,
     RequestEvents,
     SequenceEnd,
     TextOutputs,
     TextToken,
-    ToolOutputs,
     begun,
     while_connected,
 )
 from server.api.schemas import BASE, Reference
 from server.api.service import Service, http_request_id_of
 from server.errors import ContextTooLong, InvalidRequest
-from server.grammar.grammar import Requested
-from server.grammar.tool_calls import CallDelta, ToolCall, joined
+from server.grammar.answer_parser import CallDelta, ToolCall, joined
+from server.grammar.grammar import Requested, in_form
 from server.protocol.messages import EngineFacts, FinishReason
 from server.protocol.request import (
     PageHashes,
@@ -47,6 +47,7 @@ from server.protocol.request import (
     token_ids_of,
 )
 from server.tenants.tenant import Rates, Tenant
+from server.text.answer_form import AnswerForm
 from server.text.chat_template import Conversation
 from server.text.service import VariantText
 from server.text.tokenizer import too_many_tokens
@@ -84,6 +85,7 @@ class GenerationCall:
         echo: the reply repeats the prompts.
         adds_special_tokens: those of the tokenizer are among a text's.
         requested: the form that the outputs must have, and the tools that they may call.
+        has_parts: the reply tells reasoning and calls from content.
     """
 
     tenant: Tenant
@@ -96,6 +98,7 @@ class GenerationCall:
     echo: bool = False
     adds_special_tokens: bool = True
     requested: Requested = field(default_factory=Requested)
+    has_parts: bool = False
 
     @property
     def n(self) -> int:
@@ -284,7 +287,8 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         await events.admission.need(len(call.prompts))
         text = await service.text.of(record, call.tenant.name)
         max_tokens = service.engine.facts.max_model_len
-        prompts, echoes = await _tokenized(call, text, max_tokens)
+        prompts, echoes, form = await _tokenized(call, text, max_tokens)
+        call = replace(call, requested=in_form(call.requested, form))
         requests: Sequence[Request] = [
             Request(
                 *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
@@ -297,8 +301,8 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         events.admission.count(sum(map(len, prompts)))
         await _send(service, call, text, requests, events)
     outputs = (
-        ToolOutputs(events, requests, text, call.requested, call.stream)
-        if call.requested.tools
+        AnswerOutputs(events, requests, text, form, call.requested, call.stream)
+        if call.requested.tools or (call.has_parts and form.has_parts)
         else TextOutputs(events, requests, text, call.echo and not isinstance(call.prompts[0], str))
     )
     return Submission(requests, outputs, echoes, events.admission.rates)
@@ -306,22 +310,27 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
 
 async def _tokenized(
     call: GenerationCall, text: VariantText, max_tokens: int
-) -> tuple[list[TokenIds], list[str]]:
-    """Return the token ids of each prompt, and their texts if the reply repeats them.
+) -> tuple[list[TokenIds], list[str], AnswerForm]:
+    """Return the token ids of each prompt, their texts if the reply repeats them, and the form of answers.
 
     Raises:
         InvalidRequest: a prompt is too long, with the new tokens that the call asks for, or cannot be tokenized.
     """
-    prompts, echoes, skips = [], [], call.sampling.get("skip_special_tokens", True)
+    prompts, echoes, form = [], [], AnswerForm()
+    skips = call.sampling.get("skip_special_tokens", True)
     for prompt in call.prompts:
         # Short prompts are tokenized on the event loop, which others need between them.
         await asyncio.sleep(0)
-        ids = await _encoded(text, prompt, max_tokens, call.adds_special_tokens)
+        if isinstance(prompt, Conversation):
+            chat = await text.render_chat(prompt, max_tokens)
+            ids, form = token_ids_of(chat.ids), chat.form
+        else:
+            ids = await _encoded(text, prompt, max_tokens, call.adds_special_tokens)
         _check_length(call, len(ids), max_tokens)
         prompts.append(ids)
         if call.echo:
             echoes.append(prompt if isinstance(prompt, str) else await text.decode_prompt(list(ids), skips))
-    return prompts, echoes
+    return prompts, echoes, form
 
 
 async def _send(
@@ -406,11 +415,11 @@ def _check_echoes(requests: Sequence[Request], echoes: Sequence[str]) -> None:
         )
 
 
-async def _encoded(text: VariantText, prompt: Prompt, max_tokens: int, adds_special_tokens: bool) -> TokenIds:
+async def _encoded(
+    text: VariantText, prompt: str | TokenIds, max_tokens: int, adds_special_tokens: bool
+) -> TokenIds:
     if isinstance(prompt, str):
         return token_ids_of(await text.encode(prompt, max_tokens, adds_special_tokens))
-    if isinstance(prompt, Conversation):
-        return token_ids_of(await text.render_chat(prompt, max_tokens))
     if len(prompt) > max_tokens:
         raise too_many_tokens(len(prompt), max_tokens, "prompt")
     return prompt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import string
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -18,13 +19,15 @@ from server.api.json_io import read_json, server_sent_event, unnamed_event
 from server.api.outputs import ScoredText, SequenceEnd, TextToken
 from server.api.schemas import ChatBody, CompletionBody, GenerateBody, GenerateQuery, Reference, UsageIn
 from server.api.service import AnyService, TenantDep
-from server.grammar.tool_calls import CallDelta, ToolCall
+from server.grammar.answer_parser import CallDelta, ToolCall
 from server.protocol.messages import FinishReason
 from server.tenants.tenant import Tenant
 
 # OpenAI's API names the version that answered by a fingerprint; ours is this much of the digest.
 FINGERPRINT_CHARS = 12
 DONE = b"data: [DONE]\n\n"
+# Mistral's templates refuse every other form of a call's id.
+CALL_ID_CHARS, NUM_CALL_ID_CHARS = string.ascii_letters + string.digits, 9
 
 
 class Documents:
@@ -167,18 +170,28 @@ async def _chat_call(
         default_new_tokens=None,
         length_field=body.length_field,
         requested=requested,
+        has_parts=True,
     )
-    return call, partial(ChatReply, body.model, body.usage_in, bool(body.logprobs))
+    return call, partial(
+        ChatReply, body.model, body.usage_in, bool(body.logprobs), requested.called is not None
+    )
 
 
 class ChatReply:
-    """The JSON of `POST /v1/chat/completions`. Keeps nothing of the size of the request's body."""
+    """The JSON of `POST /v1/chat/completions`. Keeps nothing of the size of the request's body.
 
-    def __init__(self, model: str, usage_in: UsageIn, has_logprobs: bool, submission: Submission) -> None:
+    Args:
+        is_named: the request names the function that is called; as in OpenAI's API, such an answer ends with ``stop``.
+    """
+
+    def __init__(
+        self, model: str, usage_in: UsageIn, has_logprobs: bool, is_named: bool, submission: Submission
+    ) -> None:
         self._documents = Documents(submission, "chatcmpl", model, usage_in)
         self._outputs = submission.outputs
         self._n = submission.sampling_params.n
         self._has_logprobs = has_logprobs
+        self._is_named = is_named
         self._calling: set[int] = set()  # choices with calls
 
     def whole(self, sequences: list[WholeSequence]) -> dict[str, Any]:
@@ -187,7 +200,7 @@ class ChatReply:
                 "index": index,
                 "message": _message(sequence),
                 "logprobs": chat_logprobs(sequence.tokens) if self._has_logprobs else None,
-                "finish_reason": _reason(sequence.finish_reason, bool(sequence.calls)),
+                "finish_reason": self._reason(sequence.finish_reason, bool(sequence.calls)),
             }
             for index, sequence in enumerate(sequences)
         ]
@@ -206,7 +219,7 @@ class ChatReply:
         if output.reasoning:
             delta["reasoning_content"] = output.reasoning
         if isinstance(output, SequenceEnd):
-            reason = _reason(output.reason, output.index in self._calling)
+            reason = self._reason(output.reason, output.index in self._calling)
             return self._chunk(output.index, delta, reason=reason)
         if self._has_logprobs:
             return self._chunk(output.index, delta, chat_logprobs((output,)))
@@ -217,6 +230,9 @@ class ChatReply:
 
     def failed(self, error: dict[str, Any]) -> bytes:
         return failed_chunks(error)
+
+    def _reason(self, reason: FinishReason | None, has_calls: bool) -> str | None:
+        return "tool_calls" if has_calls and reason == "stop" and not self._is_named else reason
 
     def _chunk(
         self,
@@ -253,11 +269,7 @@ def _call_delta(delta: CallDelta) -> dict[str, Any]:
 
 
 def _call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
-def _reason(reason: FinishReason | None, has_calls: bool) -> str | None:
-    return "tool_calls" if has_calls and reason == "stop" else reason
+    return "".join(secrets.choice(CALL_ID_CHARS) for _ in range(NUM_CALL_ID_CHARS))
 
 
 COMPLETION_KIND = "text_completion"

@@ -157,7 +157,7 @@ async def tokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> 
         if body.prompt is not None:
             ids = await text.encode(body.prompt, max_tokens, body.add_special_tokens is not False)
         else:
-            ids = await text.render_chat(body.conversation(), max_tokens)
+            ids = (await text.render_chat(body.conversation(), max_tokens)).ids
         strings = await text.token_strings(ids) if body.return_token_strs else None
     reply: dict[str, Any] = {
         "count": len(ids),

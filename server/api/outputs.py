@@ -21,18 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import EndedEngine, EngineRestarted, QueueFull, RequestTimeout, VersionEndsEngines
 from server.fairness import FairBudget
+from server.grammar.answer_parser import AnswerParser, CallDelta, Parts
 from server.grammar.grammar import Requested
+from server.grammar.response_template import ParsedAnswer, TemplateAnswer, parsed_by_template
 from server.grammar.service import MaskFeed
-from server.grammar.tool_calls import (
-    CallDelta,
-    CallSplitter,
-    DecodedAnswer,
-    FreeAnswer,
-    ParsedAnswer,
-    may_be_calls,
-    parse_plain,
-    parsed,
-)
 from server.metrics.metrics import FrontendMetrics
 from server.protocol.engine_client import EngineLink
 from server.protocol.messages import (
@@ -48,6 +40,7 @@ from server.protocol.messages import (
 from server.protocol.request import Operation, Request, TracedRequest
 from server.tenants.admission import Admission
 from server.tenants.loop_ledger import timed_on_thread
+from server.text.answer_form import AnswerForm
 from server.text.detokenizer import IncrementalDetokenizer, NewText, NewTokens, Window
 from server.text.service import VariantText
 from server.text.tokenizer import TokenText
@@ -383,7 +376,7 @@ class TextToken(Struct, frozen=True):
     scored: ScoredText | None = None
     top: tuple[ScoredText, ...] = ()
     calls: tuple[CallDelta, ...] = ()  # of tools
-    reasoning: str = ""  # before the answer, where the variant's response template tells it apart
+    reasoning: str = ""  # before the answer
 
 
 class SequenceEnd(Struct, frozen=True):
@@ -393,7 +386,7 @@ class SequenceEnd(Struct, frozen=True):
     reason: FinishReason
     text: str
     calls: tuple[CallDelta, ...] = ()  # of tools
-    reasoning: str = ""  # before the answer, where the variant's response template tells it apart
+    reasoning: str = ""  # before the answer
 
 
 @dataclass(slots=True)
@@ -551,12 +544,18 @@ class TextOutputs:
         if visible.stopped:
             yield SequenceEnd(index, "stop", visible.tail)
             if sequence.reason is None:
-                self._events.stop_sequence(*divmod(index, self._n))
+                self._end_early(index)
+                return
         elif sequence.reason is not None:
             yield SequenceEnd(index, sequence.reason, visible.tail)
         else:
             return
         del self._sequences[index]
+
+    def _end_early(self, index: int) -> None:
+        """End a sequence whose further text is not shown."""
+        if self._sequences.pop(index, None) is not None:
+            self._events.stop_sequence(*divmod(index, self._n))
 
 
 def _prompt_tokens(
@@ -586,32 +585,20 @@ def _text_token(
 
 
 @dataclass(slots=True)
-class _GrowingAnswer:
-    """One answer as it grows, and the parts of it that were returned."""
+class _TemplateText:
+    """The text of an answer that a response template parses, and the parts that were returned."""
 
-    prompt: Sequence[int] | DecodedAnswer
-    text: str = ""
-    new_ids: list[int] = field(default_factory=list)  # since it was last parsed
-    shown: ParsedAnswer = field(default_factory=lambda: ParsedAnswer(""))
-
-    def new_in(self, found: ParsedAnswer) -> tuple[str, str, tuple[CallDelta, ...]]:
-        """Return the content, the reasoning and the calls that were not returned yet."""
-        calls = [
-            CallDelta(index, call.name, call.arguments)
-            for index, call in enumerate(found.calls)
-            if index >= len(self.shown.calls)
-        ]
-        content = found.content.removeprefix(self.shown.content)
-        reasoning = found.reasoning.removeprefix(self.shown.reasoning)
-        self.shown = found
-        return content, reasoning, tuple(calls)
+    text: str = ""  # with special tokens
+    visible: str = ""
+    shown: ParsedAnswer = field(default_factory=ParsedAnswer)
 
 
-class ToolOutputs(TextOutputs):
-    """Outputs whose text has no calls of tools; these are in `calls`.
+class AnswerOutputs(TextOutputs):
+    """Outputs whose text is content alone; reasoning and calls of tools stand beside it.
 
     Args:
-        as_it_comes: parts of free answers are returned as soon as they are known, not at their end.
+        form: how the answer is written.
+        as_it_comes: parts that a response template finds are returned as soon as they are known, not at the end.
     """
 
     def __init__(
@@ -619,65 +606,86 @@ class ToolOutputs(TextOutputs):
         events: RequestEvents,
         requests: Sequence[Request],
         text: VariantText,
+        form: AnswerForm,
         requested: Requested,
         as_it_comes: bool,
     ) -> None:
         super().__init__(events, requests, text)
+        self._form = form
         self._requested = requested
-        self._as_it_comes = as_it_comes
-        # Until the variant's response template was asked for.
-        self._may_have_template = True
+        self._as_it_comes = as_it_comes or requested.is_single
+        self._by_template = form.response_prefix is not None and requested.form == "free"
         indices = range(requests[0].sampling_params.n * len(requests))
-        self._splitters = {index: CallSplitter(requested.called) for index in indices}
-        self._free = {index: _GrowingAnswer(requests[index // self._n].prompt_ids) for index in indices}
+        self._parsers = {index: AnswerParser(form, requested) for index in indices}
+        self._texts = {index: _TemplateText() for index in indices}
 
     async def take(self) -> list[TextToken | SequenceEnd]:
-        outputs = await super().take()
-        if self._requested.form == "free":
-            return await self._parsed(outputs)
-        return [
-            replace(output, text="", calls=tuple(self._splitters[output.index].push(output.text)))
-            for output in outputs
-        ]
+        while outputs := await super().take():
+            open_outputs = [output for output in outputs if output.index in self._parsers]
+            parsed = (
+                await self._parsed_by_template(open_outputs)
+                if self._by_template
+                else self._parsed(open_outputs)
+            )
+            if parsed:
+                return parsed
+        return []
 
-    async def _parsed(self, outputs: list[TextToken | SequenceEnd]) -> list[TextToken | SequenceEnd]:
+    def _parsed(self, outputs: list[TextToken | SequenceEnd]) -> list[TextToken | SequenceEnd]:
+        """Return outputs with the parts that have become certain with each, up to a sequence's only call."""
+        found: list[TextToken | SequenceEnd] = []
+        for output in outputs:
+            parser = self._parsers.get(output.index)
+            if parser is not None:
+                parts = parser.push(self._with_special(output), isinstance(output, SequenceEnd))
+                found += self._with_parts(output, parts, parser.is_done)
+        return found
+
+    async def _parsed_by_template(
+        self, outputs: list[TextToken | SequenceEnd]
+    ) -> list[TextToken | SequenceEnd]:
         """Return outputs without text, but for the last one of each sequence, which has all that is new in it."""
-        # The last output of a sequence counts.
         positions: dict[int, int] = {}
         for position, output in enumerate(outputs):
-            free = self._free[output.index]
-            free.text += output.text
-            if isinstance(output, TextToken) and output.token_id not in self._stop_token_ids:
-                free.new_ids.append(output.token_id)
+            own = self._texts[output.index]
+            own.text += self._with_special(output)
+            own.visible += output.text
             if self._as_it_comes or isinstance(output, SequenceEnd):
                 positions[output.index] = position
-        wholes = {index: isinstance(outputs[position], SequenceEnd) for index, position in positions.items()}
-        bare: list[TextToken | SequenceEnd] = [replace(output, text="") for output in outputs]
-        for index, found in zip(wholes, await self._found(wholes), strict=True):
-            content, reasoning, calls = self._free[index].new_in(found)
-            bare[positions[index]] = replace(
-                bare[positions[index]], text=content, reasoning=reasoning, calls=calls
-            )
-        return bare
+        answers = [
+            self._answer(index, isinstance(outputs[position], SequenceEnd))
+            for index, position in positions.items()
+        ]
+        parsed = await parsed_by_template(self._text, answers, self._requested.tools) if answers else []
+        new = dict(zip(positions.values(), parsed, strict=True))
+        found: list[TextToken | SequenceEnd] = []
+        for position, output in enumerate(outputs):
+            parts, is_done = Parts(), False
+            if position in new:
+                own, answer = self._texts[output.index], new[position]
+                parts, own.shown = answer.behind(own.shown), answer
+                is_done = self._requested.is_single and bool(answer.calls)
+            found += self._with_parts(output, parts, is_done)
+        return found
 
-    async def _found(self, wholes: dict[int, bool]) -> list[ParsedAnswer]:
-        """Parse the answers with these numbers, as far as they go."""
-        if self._may_have_template and wholes:
-            answers = [self._answer(index, is_whole) for index, is_whole in wholes.items()]
-            found = await parsed(self._text, answers, self._requested.tools)
-            if found is not None:
-                for index, (_, decoded) in zip(wholes, found, strict=True):
-                    self._free[index].prompt = decoded
-                return [answer for answer, _ in found]
-            self._may_have_template = False
-        return [self._plain(self._free[index].text, is_whole) for index, is_whole in wholes.items()]
+    def _answer(self, index: int, is_whole: bool) -> TemplateAnswer:
+        own, is_single = self._texts[index], self._requested.is_single
+        return TemplateAnswer(self._form.response_prefix or "", own.text, own.visible, is_whole, is_single)
 
-    def _answer(self, index: int, is_whole: bool) -> FreeAnswer:
-        free = self._free[index]
-        new_ids, free.new_ids = tuple(free.new_ids), []
-        return FreeAnswer(free.prompt, new_ids, free.text, is_whole)
+    def _with_special(self, output: TextToken | SequenceEnd) -> str:
+        """Return the text of an output, with a special token that belongs to the markup."""
+        is_shown = not self._params.skip_special_tokens
+        if is_shown or isinstance(output, SequenceEnd) or output.token_id in self._stop_token_ids:
+            return output.text
+        return output.text + self._form.special.get(output.token_id, "")
 
-    def _plain(self, text: str, is_whole: bool) -> ParsedAnswer:
-        if is_whole:
-            return parse_plain(text, self._requested.names)
-        return ParsedAnswer("" if may_be_calls(text) else text)
+    def _with_parts(
+        self, output: TextToken | SequenceEnd, parts: Parts, is_done: bool
+    ) -> Iterator[TextToken | SequenceEnd]:
+        """Yield an output with its parts; with the end of its sequence if no text is shown behind it."""
+        yield replace(output, text=parts.content, reasoning=parts.reasoning, calls=parts.calls)
+        if is_done or isinstance(output, SequenceEnd):
+            del self._parsers[output.index]
+        if is_done and not isinstance(output, SequenceEnd):
+            yield SequenceEnd(output.index, "stop", "")
+            self._end_early(output.index)

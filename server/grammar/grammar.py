@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from msgspec import DecodeError, Meta, Struct, convert
 from msgspec.json import decode, encode
 
 from server.errors import InvalidRequest
+from server.text.answer_form import AnswerForm, CallSyntax
 
 # Bound on all schemas of one request, and on its tools. llguidance compiles larger ones, but each step would have to
 # carry them.
@@ -39,6 +40,8 @@ OPTIONS_DIRECTIVE = "%llguidance"
 REGEX_PART = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 IN_LITERAL = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
 CALL_BEGIN, CALL_MIDDLE, CALL_END = '{"name":', ',"arguments":', "}"
+# Of a free answer, where the chat template shows no calls.
+COMPACT_CALL = CallSyntax("json")
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class ToolSchema:
-    """A function that a model may call, and the JSON schema of its arguments."""
+    """A function that a model may call, and the JSON schema of its arguments, which are an object."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -72,14 +75,19 @@ def any_object() -> Grammar:
     return _checked(f"start: {_json({'type': 'object'})}\n", "response_format")
 
 
-def matching_schema(schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
+def matching_schema(
+    schema: Mapping[str, Any], param: str = "response_format", is_strict: bool = False
+) -> Grammar:
     """Return the grammar of JSON that matches a schema.
+
+    Args:
+        is_strict: annotations count, too, and are refused where they cannot be enforced.
 
     Raises:
         InvalidRequest: the schema is too large or too deep, or bounds a number beyond 64 bits.
     """
     check_schema(schema, param)
-    return _checked(f"start: {_json(schema)}\n", param)
+    return _checked(f"start: {_json(schema if is_strict else without_annotations(schema))}\n", param)
 
 
 def matching_regex(regex: str, param: str) -> Grammar:
@@ -102,6 +110,37 @@ def of_lark(text: str, param: str) -> Grammar:
     if OPTIONS_DIRECTIVE in text:
         raise InvalidRequest(f"{param}: a grammar cannot set {OPTIONS_DIRECTIVE}: leave it out", param)
     return _checked(text, param)
+
+
+# Keywords that say nothing of a value, or nothing that validators must enforce.
+ANNOTATIONS = frozenset(("title", "examples", "format", "uniqueItems"))
+# Keywords whose value is a schema or a list of such, and whose value has schemas by name.
+OF_SCHEMAS = frozenset(
+    (
+        "items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf", "not", "if",
+        "then", "else", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+    )
+)  # fmt: skip
+OF_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+
+
+def without_annotations(schema: Any) -> Any:
+    """Return a schema without annotations, those of its parts included; it is at most `MAX_DEPTH` deep."""
+    if isinstance(schema, list):
+        return [without_annotations(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in OF_SCHEMAS:
+            value = without_annotations(value)
+            if key == "propertyNames" and value == {"type": "string"}:
+                continue
+        elif key in OF_NAMED_SCHEMAS and isinstance(value, dict):
+            value = {name: without_annotations(each) for name, each in value.items()}
+        if key not in ANNOTATIONS:
+            found[key] = value
+    return found
 
 
 def arguments_of(tool: ToolSchema) -> Grammar:
@@ -237,7 +276,8 @@ class ResponseFormat(Struct, frozen=True):
         if self.type == "text":
             return None
         schema = self.schema if self.json_schema is None else self.json_schema.schema
-        return any_object() if schema is None else matching_schema(schema)
+        is_strict = self.json_schema is not None and self.json_schema.strict is True
+        return any_object() if schema is None else matching_schema(schema, is_strict=is_strict)
 
 
 Pattern = Annotated[str, Meta(min_length=1)]
@@ -356,6 +396,7 @@ class Requested:
         names: of the tools.
         form: how tool calls stand in the output.
         called: the only tool that is called, with the form ``arguments``.
+        is_single: a free answer has one call at most.
     """
 
     grammar: Grammar | None = None
@@ -363,6 +404,7 @@ class Requested:
     names: frozenset[str] = frozenset()
     form: CallForm = "free"
     called: str | None = None
+    is_single: bool = False
 
 
 def requested(
@@ -392,12 +434,7 @@ def requested(
     shown = encoded(list(map(_shown, given_tools)), "tools")
     known = frozenset(names)
     if tool_choice in (None, "auto"):
-        if grammar is not None:
-            raise InvalidRequest(
-                f"{grammar.param} with tools that may be called is not supported: set tool_choice to none or required",
-                grammar.param,
-            )
-        return Requested(None, shown, known)
+        return Requested(grammar, shown, known, is_single=parallel_tool_calls is False)
     if isinstance(tool_choice, NamedTool):
         name = tool_choice.function.name
         if name not in names:
@@ -415,5 +452,147 @@ def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _schema(tool: Tool) -> ToolSchema:
-    parameters = tool.function.parameters
-    return ToolSchema(tool.function.name, NO_PARAMETERS if parameters is None else parameters)
+    """Return the schema of a tool's arguments, which are an object whatever the client's schema leaves out."""
+    name, given = tool.function.name, tool.function.parameters
+    if given is None:
+        return ToolSchema(name, NO_PARAMETERS)
+    # Before it is walked.
+    check_schema(given, "tools")
+    declared = given.get("type", "object")
+    if "object" not in (declared if isinstance(declared, list) else [declared]):
+        raise InvalidRequest(
+            f"tools: the parameters of {name} have another type than object: leave type out", "tools"
+        )
+    parameters = given if tool.function.strict else without_annotations(given)
+    return ToolSchema(name, {**parameters, "type": "object"})
+
+
+# White space that may follow reasoning and calls.
+SPACE = r"/[ \t\n]{1,4}/"
+
+
+def in_form(requested: Requested, form: AnswerForm) -> Requested:
+    """Return what a request asks for, with the grammar of answers as the prompt's template writes them.
+
+    Reasoning may come before what the grammar constrains. Where calls may be made instead, they match their schemas.
+
+    Raises:
+        InvalidRequest: a grammar of the template's calls cannot be made.
+    """
+    grammar = requested.grammar
+    if grammar is None:
+        return requested
+    if requested.tools and requested.form == "free":
+        grammar = _or_calls(grammar, requested, form)
+    if form.reasoning is not None:
+        opening, closing = form.reasoning
+        begin = "" if form.is_reasoning else _marker(opening, form.special)
+        lines = [
+            f"start: thought{'' if form.is_reasoning else '?'} answer",
+            f"thought: {begin} thought_text {SPACE}?",
+            _text_up_to("thought_text", closing, form),
+            _nested("answer", grammar),
+        ]
+        grammar = _checked("\n".join(lines), grammar.param)
+    return replace(requested, grammar=grammar)
+
+
+def _or_calls(grammar: Grammar, requested: Requested, form: AnswerForm) -> Grammar:
+    """Return the grammar of an answer that matches one, or that consists of calls."""
+    syntax = form.calls or COMPACT_CALL
+    if (syntax.tag and not syntax.middle) or syntax.kind == "channels":
+        raise InvalidRequest(
+            f"{grammar.param} with tools that may be called is not supported by this model's chat template: set "
+            "tool_choice to none or required",
+            grammar.param,
+        )
+    schemas = [_schema(tool) for tool in convert(decode(requested.tools), list[Tool])]
+    names = [f"call_{number}" for number in range(len(schemas))]
+    rules = []
+    for name, schema in zip(names, schemas, strict=True):
+        begin = _marker(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"), form.special)
+        arguments, end = _json(schema.parameters), _marker(syntax.end.strip(), form.special)
+        if syntax.kind == "fields":
+            arguments, own_rules = _fields(name, schema, syntax, form, grammar.param)
+            rules += own_rules
+        elif not syntax.tag:
+            # In the tokens that llguidance makes of schemas: it does not go back where one is the beginning of another.
+            parts = (
+                "{",
+                _quoted(syntax.name_key),
+                ":",
+                _quoted(schema.name),
+                ",",
+                _quoted(syntax.arguments_key),
+                ":",
+            )
+            begin, end = " ".join(map(_text, parts)), _text("}")
+        rules.append(f"{name}: {begin} {arguments} {end}")
+    # Only a tag tells where the next one begins.
+    more = f" ({SPACE}? call){{0,{MAX_CALLS - 1}}}" if syntax.tag and not requested.is_single else ""
+    lines = [
+        f"start: answer | call{more}",
+        f"call: {' | '.join(names)}",
+        *rules,
+        _nested("answer", grammar),
+    ]
+    return _checked("\n".join(lines), grammar.param)
+
+
+def _fields(
+    name: str, schema: ToolSchema, syntax: CallSyntax, form: AnswerForm, param: str
+) -> tuple[str, list[str]]:
+    """Return the grammar of arguments that are written one by one, in the schema's order, and its rules."""
+    properties = schema.parameters.get("properties", {})
+    if {"anyOf", "oneOf", "allOf", "$ref"} & schema.parameters.keys() or not all(
+        isinstance(each, dict) for each in properties.values()
+    ):
+        raise InvalidRequest(
+            f"{param} with tools that may be called needs parameters that are plain properties: change those of "
+            f"{schema.name}, or set tool_choice to none or required",
+            param,
+        )
+    field, key_end, value_end = syntax.field
+    end = _marker(value_end.strip(), form.special)
+    shared = {key: schema.parameters[key] for key in ("$defs", "definitions") if key in schema.parameters}
+    required = schema.parameters.get("required", ())
+    terms, rules = list[str](), list[str]()
+    for number, (key, own) in enumerate(properties.items()):
+        rule = f"{name}_{number}"
+        is_text = own.get("type", "string") == "string"
+        if is_text and own.get("enum"):
+            value = f"({' | '.join(_text(str(choice)) for choice in own['enum'])}) {SPACE}? {end}"
+        elif is_text:
+            value = f"{rule}_text"
+            rules.append(_text_up_to(value, value_end.strip(), form))
+        else:
+            value = f"{_json({**shared, **own})} {SPACE}? {end}"
+        begin = _marker(field + key + key_end.rstrip("\n"), form.special)
+        rules.append(f"{rule}: {begin} {SPACE}? {value} {SPACE}?")
+        terms.append(rule if key in required else f"{rule}?")
+    return f"{SPACE}? {' '.join(terms)}", rules
+
+
+def _text_up_to(rule: str, end: str, form: AnswerForm) -> str:
+    """Return a rule for any text up to the first occurrence of a marker, which is a part of it."""
+    if end in form.special.values():
+        return f"{rule}: /(.|\\n)*/ {_marker(end, form.special)}"
+    return f"{rule}[suffix={_text(end)}]: /(.|\\n)*/"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _nested(rule: str, grammar: Grammar) -> str:
+    """Return a rule for texts of a grammar, whose rules keep their names."""
+    return f"{rule}: %lark {{\n{grammar.text}}}\n"
+
+
+def _marker(text: str, special: Mapping[int, str]) -> str:
+    """Return markup in llguidance's form of Lark, where special tokens are named by id."""
+    ids = {token: token_id for token_id, token in special.items()}
+    if not ids:
+        return _text(text)
+    parts = re.split(f"({'|'.join(map(re.escape, sorted(ids, key=len, reverse=True)))})", text)
+    return " ".join(f"<[{ids[part]}]>" if part in ids else _text(part) for part in parts if part)

@@ -300,7 +300,7 @@ def _bounds(
     for i in range(MANY):
         if logits[i] < high:
             # The first is what lies below all bins.
-            j = 0 if logits[i] < first else 1 + min(np.intp((logits[i] - first) / width), BINS - 1)
+            j = 0 if logits[i] < first else min(1 + int((logits[i] - first) / width), BINS)
             amounts[j] += weights[i]
             all_squares[j] += weights[i] * weights[i]
     goal, amount, squares = below * MANY / len(x), 0.0, 0.0

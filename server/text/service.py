@@ -27,7 +27,8 @@ from deltastore.verified_object import Sink, read_files
 from server.fairness import FairCache, FairLimiter, Share, tenant_of
 from server.registry_calls import RegistryCalls
 from server.tenants.loop_ledger import timed_on_thread
-from server.text.chat_template import DEFAULT, Conversation, choose, render
+from server.text.answer_form import RenderedChat, render_prompt
+from server.text.chat_template import DEFAULT, Conversation, choose
 from server.text.detokenizer import NewText, NewTokens
 from server.text.generation_config import Generation, base_generation, read_generation
 from server.text.tokenizer import NO_BASE_TEMPLATE, NO_TEMPLATE, LoadedTokenizer, TokenText
@@ -319,8 +320,8 @@ class VariantText:
             len(text), LoadedTokenizer.encode, text, max_tokens, add_special_tokens, "prompt"
         )
 
-    async def render_chat(self, conversation: Conversation, max_tokens: int) -> list[int]:
-        """Return the token ids of a conversation rendered by the chat template.
+    async def render_chat(self, conversation: Conversation, max_tokens: int) -> RenderedChat:
+        """Return the token ids of a conversation rendered by the chat template, and the form of its answer.
 
         Raises:
             InvalidRequest: there is no chat template, it refuses the messages, or they have too many tokens.
@@ -329,10 +330,14 @@ class VariantText:
             return await self._in_worker(LoadedTokenizer.render_chat, conversation, max_tokens)
         none = NO_BASE_TEMPLATE if self._record is None else NO_TEMPLATE
         template = choose(self._facts.templates, conversation, none)
-        variables = self._base.loaded.template_variables
-        text = await self._work.run(render, template, conversation, variables)
-        special = conversation.add_special_tokens
-        return await self._run(len(text), LoadedTokenizer.encode, text, max_tokens, special, "messages")
+        base = self._base.loaded
+        response_template = base.response_template
+        prompt = await self._work.run(
+            render_prompt, template, conversation, base.template_variables, response_template
+        )
+        text, adds_special = prompt.text, conversation.add_special_tokens
+        ids = await self._run(len(text), LoadedTokenizer.encode, text, max_tokens, adds_special, "messages")
+        return RenderedChat(ids, prompt.form.with_special(base.special_tokens))
 
     async def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""

@@ -20,7 +20,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltastore.errors import ArtifactError
 from server.errors import ContextTooLong, InvalidRequest
-from server.text.chat_template import DEFAULT, Conversation, choose, render
+from server.text.answer_form import RenderedChat, render_prompt
+from server.text.chat_template import DEFAULT, Conversation, choose
 from server.text.detokenizer import (
     INCOMPLETE,
     Decode,
@@ -158,15 +159,22 @@ class LoadedTokenizer:
             raise too_many_tokens(len(ids), max_tokens, param)
         return ids
 
-    def render_chat(self, conversation: Conversation, max_tokens: int) -> list[int]:
-        """Return the token ids of a conversation rendered by the chat template.
+    @cached_property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The texts of special tokens by id."""
+        tokens = self._tokenizer.added_tokens_decoder.items()
+        return {token_id: token.content for token_id, token in tokens if token.special}
+
+    def render_chat(self, conversation: Conversation, max_tokens: int) -> RenderedChat:
+        """Return the token ids of a conversation rendered by the chat template, and the form of its answer.
 
         Raises:
             InvalidRequest: there is no template, it refuses the messages, or makes too much text.
         """
         template = choose(self.chat_templates, conversation, NO_TEMPLATE)
-        text = render(template, conversation, self.template_variables)
-        return self.encode(text, max_tokens, conversation.add_special_tokens, "messages")
+        prompt = render_prompt(template, conversation, self.template_variables, self.response_template)
+        ids = self.encode(prompt.text, max_tokens, conversation.add_special_tokens, "messages")
+        return RenderedChat(ids, prompt.form.with_special(self.special_tokens))
 
     def token_texts(self, ids: list[int], begins: bool = False) -> list[TokenText]:
         """Return the own text of each token, also of special ones.

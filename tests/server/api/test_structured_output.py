@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -143,13 +144,14 @@ def test_a_stream_has_the_parts_of_the_calls(choice: Any, client: openai.OpenAI)
     arguments: dict[int, str] = {}
     for delta in [delta for chunk in chunks for delta in chunk.delta.tool_calls or []]:
         if delta.function.name is not None:
-            assert delta.id.startswith("call_")
+            assert re.fullmatch("[A-Za-z0-9]{9}", delta.id)
             names[delta.index] = delta.function.name
         arguments[delta.index] = arguments.get(delta.index, "") + delta.function.arguments
     assert list(names.values()) == [call.function.name for call in whole]
     assert list(arguments.values()) == [call.function.arguments for call in whole]
     assert len(chunks) > 5
-    assert chunks[-1].finish_reason == "tool_calls"
+    assert chunks[-1].finish_reason == ("tool_calls" if choice == "required" else "stop")
+    assert ask(client, **fields)[0].finish_reason == chunks[-1].finish_reason
 
 
 def test_a_free_answer_beside_tools_is_content(client: openai.OpenAI) -> None:
@@ -160,6 +162,18 @@ def test_a_free_answer_beside_tools_is_content(client: openai.OpenAI) -> None:
         assert choice.message.tool_calls is None
     chunks = streamed(client, tools=[WEATHER], max_tokens=20)
     assert "".join(chunk.delta.content or "" for chunk in chunks) == plain.message.content
+
+
+def test_a_format_beside_tools_that_may_be_called_holds_for_answers_and_calls(client: openai.OpenAI) -> None:
+    kinds = set()
+    for choice in ask(client, tools=[WEATHER], response_format=json_schema(CITY), n=16):
+        kinds.add(choice.finish_reason)
+        if choice.message.tool_calls:
+            (call,) = choice.message.tool_calls
+            assert (call.function.name, choice.message.content) == ("weather", None)
+        answer = call.function.arguments if choice.message.tool_calls else choice.message.content
+        jsonschema_rs.validate(CITY, json.loads(answer))
+    assert kinds == {"stop", "tool_calls"}
 
 
 def test_answers_of_tools_are_messages_of_a_conversation(client: openai.OpenAI) -> None:

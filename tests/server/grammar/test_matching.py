@@ -144,7 +144,8 @@ def test_every_draw_matches_its_schema(name: str, seed: int, tokenizer: LoadedTo
 
 @pytest.mark.parametrize("name", LARGE)
 def test_large_schemas_of_ordinary_kinds_are_within_the_limits(name: str, tokenizer: LoadedTokenizer) -> None:
-    grammar = matching_schema(closed({"first": LARGE[name], "second": closed({"inner": LARGE[name]})}))
+    schema = closed({"first": LARGE[name], "second": closed({"inner": LARGE[name]})})
+    grammar = matching_schema(schema, is_strict=True)
     assert reading_vocabulary(tokenizer, vocabulary_of(), opening_masks, grammar).masks
     beginning = tuple(tokenizer.encode('{"first":', 99, False, "prompt"))
     new = NewSampled(name, grammar, 0, beginning)
@@ -279,10 +280,11 @@ def test_a_worker_that_lacks_the_vocabulary_says_so(tokenizer: LoadedTokenizer) 
 def test_a_schema_that_cannot_be_used_is_refused_with_its_field(
     schema: dict[str, Any], reason: str, tokenizer: LoadedTokenizer
 ) -> None:
+    grammar = matching_schema(schema, is_strict=True)
     with pytest.raises(
         InvalidRequest, match=f"^response_format: the schema cannot be used: .*{reason}"
     ) as error:
-        reading_vocabulary(tokenizer, vocabulary_of(), opening_masks, matching_schema(schema))
+        reading_vocabulary(tokenizer, vocabulary_of(), opening_masks, grammar)
     assert error.value.param == "response_format"
     assert "%json" not in str(error.value)
 

@@ -58,6 +58,15 @@ def test_tools_that_may_be_called_leave_the_output_free() -> None:
     assert (free.grammar, free.form) == (None, "free")
     assert json.loads(free.tools) == [tool(description="d", parameters=SCHEMA)]
     assert free.names == {"f"}
+    assert not free.is_single
+    assert ask(tools=[tool()], parallel_tool_calls=False).is_single
+
+
+def test_tools_that_may_be_called_stand_beside_a_format() -> None:
+    both = ask(tools=[tool()], response_format={"type": "json_object"})
+    assert both.grammar == any_object()
+    assert both.form == "free"
+    assert both.names == {"f"}
 
 
 def test_tools_that_must_not_be_called_are_not_shown() -> None:
@@ -90,7 +99,7 @@ def test_a_named_tool_is_a_grammar_of_its_arguments() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tools": [tool(), tool()]}, "tools"),
-        ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [tool(parameters={"type": "string"})], "tool_choice": "required"}, "tools"),
         ({"tools": [tool(parameters={"a": [[[]]] * 50_000})], "tool_choice": "required"}, "tools"),
     ],
 )

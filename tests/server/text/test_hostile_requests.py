@@ -53,7 +53,9 @@ def wait_for_memory_alone(patch: pytest.MonkeyPatch) -> None:
 async def assert_others_are_served(service: TextService) -> None:
     base = await service.of(None, "another")
     assert await base.decode(await base.encode("abc", MAX_TOKENS)) == "abc"
-    assert await base.decode(await base.render_chat(CONVERSATION, MAX_TOKENS)) == "<user>hi\n<assistant>"
+    assert (
+        await base.decode((await base.render_chat(CONVERSATION, MAX_TOKENS)).ids) == "<user>hi\n<assistant>"
+    )
 
 
 def test_a_normalizer_that_makes_a_terabyte_fails_its_own_request(

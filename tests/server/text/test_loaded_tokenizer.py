@@ -22,7 +22,7 @@ def test_of_several_templates_the_default_one_renders() -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = {"tool_use": "no", "default": "{{ bos_token }}yes"}
     loaded = LoadedTokenizer(tokenizer)
-    texts = loaded.token_texts(loaded.render_chat(CONVERSATION, 10))
+    texts = loaded.token_texts(loaded.render_chat(CONVERSATION, 10).ids)
     assert [each.text for each in texts] == ["<s>", "y", "e", "s"]
 
 

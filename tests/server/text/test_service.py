@@ -107,7 +107,7 @@ def test_a_variant_without_files_has_the_base_s_text(texts: Texts) -> None:
         assert await text.encode("abc", MAX_TOKENS) == await base.encode("abc", MAX_TOKENS)
         assert text.num_embeddings == ROWS != base.num_embeddings == 300
         assert text.generation.eos_token_ids == base.generation.eos_token_ids == {257}
-        ids = await text.render_chat(CONVERSATION, MAX_TOKENS)
+        ids = (await text.render_chat(CONVERSATION, MAX_TOKENS)).ids
         assert await text.decode(ids) == "<user>hi\n<assistant>"
 
     texts.run(test)
@@ -124,7 +124,7 @@ def test_a_variant_brings_its_tokens_template_and_defaults(texts: Texts, own_fil
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
         assert await text.encode("<added-1>", MAX_TOKENS) == [260]
-        ids = await text.render_chat(CONVERSATION, MAX_TOKENS)
+        ids = (await text.render_chat(CONVERSATION, MAX_TOKENS)).ids
         assert await text.decode(ids) == "hi!"
         assert [each.text for each in await text.token_texts(ids)] == ["h", "i", "!"]
         assert text.generation.eos_token_ids == {260}
@@ -143,7 +143,7 @@ def test_a_variant_that_changes_only_the_template_has_the_base_s_tokenizer(
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         text = await service.of(record, "default")
-        assert await text.decode(await text.render_chat(CONVERSATION, MAX_TOKENS)) == "[hi]"
+        assert await text.decode((await text.render_chat(CONVERSATION, MAX_TOKENS)).ids) == "[hi]"
 
     texts.run(test)
 
@@ -176,7 +176,7 @@ def test_a_template_is_chosen_by_its_name_and_by_tools(
             (Conversation(messages, tools=b"[{}]"), "T"),
             (Conversation(messages, tools=b"[{}]", template="rag"), "R"),
         ):
-            assert await text.decode(await text.render_chat(conversation, MAX_TOKENS)) == wanted
+            assert await text.decode((await text.render_chat(conversation, MAX_TOKENS)).ids) == wanted
         with pytest.raises(InvalidRequest, match="no template with the name"):
             await text.render_chat(Conversation(messages, template="{{ 1 }}"), MAX_TOKENS)
 
@@ -192,8 +192,8 @@ def test_the_base_s_templates_have_their_names(tmp_path: Path) -> None:
     async def test(service: TextService, pool: WorkerPool) -> None:
         with_tools = Conversation(CONVERSATION.messages, tools=b"[{}]")
         for text in (await service.of(None, "default"), await service.of(record, "default")):
-            assert await text.decode(await text.render_chat(CONVERSATION, MAX_TOKENS)) == "D"
-            assert await text.decode(await text.render_chat(with_tools, MAX_TOKENS)) == "T"
+            assert await text.decode((await text.render_chat(CONVERSATION, MAX_TOKENS)).ids) == "D"
+            assert await text.decode((await text.render_chat(with_tools, MAX_TOKENS)).ids) == "T"
 
     texts.run(test)
 

@@ -1,4 +1,4 @@
-"""Tool calls in text: split as it comes, and parsed whole."""
+"""Tool calls that a grammar holds to their compact form, split as they come."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.grammar.tool_calls import (
-    CallDelta,
-    CallSplitter,
-    ParsedAnswer,
-    ToolCall,
-    joined,
-    parse_plain,
-)
+from server.grammar.answer_parser import CallDelta, CallSplitter, ToolCall, joined
 
 CALLS: list[dict[str, Any]] = [
     {"name": "get_weather", "arguments": {"city": 'the "big" }]{[ one \\', "days": [1, {"a": None}]}},
@@ -55,35 +48,3 @@ def test_calls_that_were_cut_off_have_the_arguments_so_far() -> None:
     assert split('[{"name":"f","arguments":{"a":[1,', None) == (ToolCall("f", '{"a":[1,'),)
     assert split('[{"name":"f","arg', None) == ()
     assert split('{"a":', "f") == (ToolCall("f", '{"a":'),)
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ('{"name": "f", "arguments": {"x": 1}}', ["f"]),
-        (' [{"name": "f", "parameters": {"x": 1}}, {"name": "g", "arguments": {"x": 1}}]\n', ["f", "g"]),
-    ],
-)
-def test_a_text_that_is_json_of_calls_is_calls(text: str, names: list[str]) -> None:
-    assert parse_plain(text, {"f", "g"}) == ParsedAnswer(
-        "", tuple(ToolCall(name, '{"x": 1}') for name in names)
-    )
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "It is sunny.",
-        "",
-        "[]",
-        '{"name": "unknown", "arguments": {}}',
-        '{"name": "f", "arguments": "text"}',
-        '{"name": ["f"], "arguments": {}}',
-        '[{"name": "f", "arguments": {}}, 1]',
-        'Calling {"name": "f", "arguments": {}}',
-        "[" * 100_000,
-        "\ud800",
-    ],
-)
-def test_any_other_text_is_content(text: str) -> None:
-    assert parse_plain(text, {"f"}) == ParsedAnswer(text)

@@ -1,0 +1,147 @@
+"""Splits answers by a response template of transformers, which a variant's tokenizer config may have.
+
+It holds regular expressions, which bound neither time nor memory, so it is applied in a worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+from transformers.utils.chat_parsing import ResponseParser
+
+from deltastore.errors import PeraxisError
+from server.grammar.answer_parser import CallDelta, Parts, ToolCall
+from server.text.chat_template import REASONING_FIELDS
+from server.text.failures import failures_as
+from server.text.service import VariantText
+from server.text.tokenizer import LoadedTokenizer
+
+CONTENT_FIELD, CALLS_FIELD = "content", "tool_calls"
+
+
+class _Unparsed(PeraxisError):
+    """The response template, or a region of an answer, cannot be read."""
+
+
+class TemplateAnswer(Struct, frozen=True):
+    """An answer, or its beginning, for a response template.
+
+    Args:
+        prefix: the prompt's part of the answer.
+        text: of the answer, with special tokens.
+        visible: the text without special tokens.
+        is_single: what follows the first call is left out.
+    """
+
+    prefix: str
+    text: str
+    visible: str
+    is_whole: bool
+    is_single: bool
+
+
+class ParsedAnswer(Struct, frozen=True):
+    """The parts of an answer as far as it goes."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+    def behind(self, shown: ParsedAnswer) -> Parts:
+        """Return the parts that are not in `shown`, an answer of which this one is a continuation."""
+        new = enumerate(self.calls[len(shown.calls) :], len(shown.calls))
+        calls = tuple(CallDelta(index, call.name, call.arguments) for index, call in new)
+        content = self.content.removeprefix(shown.content)
+        return Parts(content, self.reasoning.removeprefix(shown.reasoning), calls)
+
+
+async def parsed_by_template(
+    text: VariantText, answers: Sequence[TemplateAnswer], tools: bytes
+) -> list[ParsedAnswer]:
+    """Split answers into their parts by the response template of the variant's tokenizer.
+
+    Args:
+        tools: a JSON array.
+
+    Raises:
+        InvalidRequest: the template needs too much time or memory.
+    """
+    parse = partial(parse_answers, answers=list(answers), tools=tools)
+    return await text.run_in(None, parse, parse)
+
+
+def parse_answers(
+    tokenizer: LoadedTokenizer, answers: list[TemplateAnswer], tools: bytes
+) -> list[ParsedAnswer]:
+    """Parse answers in a worker. One of a template that cannot be used is content when it is whole.
+
+    Of the beginning of an answer, what may still become another part of it is left out.
+    """
+    template = dict(tokenizer.response_template or {})
+    known = json.loads(tools) if tools else []
+    return [_parsed(template, answer, known) for answer in answers]
+
+
+def _parsed(template: dict[str, Any], answer: TemplateAnswer, tools: list[dict[str, Any]]) -> ParsedAnswer:
+    try:
+        with failures_as(_Unparsed):
+            parser = _TemplateParser(template, answer.prefix, tools=list(tools))
+            events = parser.read(answer.text, answer.is_whole)
+    except _Unparsed:
+        return ParsedAnswer(answer.visible if answer.is_whole else "")
+    texts: dict[str, str] = {}
+    calls: list[ToolCall] = []
+    for event in events:
+        if event["type"] == "calls":
+            calls += event["calls"]
+            if answer.is_single and calls:
+                calls = calls[:1]
+                break
+        elif event["type"] == "region_chunk":
+            texts[event["field"]] = texts.get(event["field"], "") + event["text"]
+    reasoning = next((texts[name] for name in REASONING_FIELDS if name in texts), "")
+    return ParsedAnswer(texts.get(CONTENT_FIELD, "").strip(), reasoning.strip(), tuple(calls))
+
+
+class _TemplateParser(ResponseParser):
+    """transformers' parser, for which calls that cannot be read are content."""
+
+    _begin = 0  # of the region that is open, its opening included
+
+    def read(self, text: str, is_whole: bool) -> list[dict[str, Any]]:
+        """Return the events of a text; those of calls are of the type ``calls``."""
+        events: list[dict[str, Any]] = []
+        self._buffer += text
+        self._process(events, eos=False)
+        if is_whole:
+            self._process(events, eos=True)
+        return events
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, match: Any) -> None:
+        super()._open_explicit(events, field, match)
+        self._begin = match.start()
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        is_call, num_events = self._current == CALLS_FIELD and self._opened, len(events)
+        try:
+            with failures_as(_Unparsed):
+                super()._close_current(events)
+                if is_call:
+                    value = events[-1]["value"]
+                    values = value if isinstance(value, list) else [value]
+                    events[-1] = {"type": "calls", "calls": [_call(each["function"]) for each in values]}
+        except _Unparsed:
+            if not is_call:
+                raise
+            raw = self._buffer[self._begin : self._pos]
+            events[num_events:] = [{"type": "region_chunk", "field": CONTENT_FIELD, "text": raw}]
+            self._reset_to_implicit()
+
+
+def _call(function: dict[str, Any]) -> ToolCall:
+    arguments = function["arguments"]
+    return ToolCall(str(function["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments))

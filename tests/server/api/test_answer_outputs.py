@@ -1,0 +1,253 @@
+"""Answers of models that think and call tools, token by token: streamed, whole, and cut at every token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from deltastore.registry.records import VersionRecord
+from server.api.outputs import AnswerOutputs, RequestEvents, SequenceEnd, TextToken
+from server.fairness import FairBudget
+from server.grammar.answer_parser import CallDelta, ToolCall, joined
+from server.grammar.grammar import Requested
+from server.inline import LocalMetrics
+from server.protocol.engine_client import EngineClient
+from server.protocol.messages import DoneEvent, Event, FinishEvent, FinishReason, Timings, TokenEvent
+from server.protocol.request import Request, SamplingParams, token_ids_of
+from server.text.answer_form import RenderedChat
+from server.text.chat_template import Conversation
+from server.text.service import TextService, VariantText
+from server.workers.pool import WorkerPool
+from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
+from tests.server.helpers.answer_templates import (
+    REQUESTED,
+    SPECIAL,
+    TEMPLATES,
+    TOOLS_JSON,
+    USER,
+    call,
+    parsed,
+    written,
+)
+from tests.server.helpers.texts import RESPONSE_TEMPLATE, Texts, files_of, make_texts
+from tests.server.helpers.tokenizer_kinds import byte_level, llama
+
+EOS = 257
+RESPONSE = '<think>Sum.</think>Here <b>: <call>{"name": "add", "arguments": {"a": 1}}</call>'
+DONE = DoneEvent(Timings(0.0, 0.0, False, 0.0, 0.0))
+
+
+class GivenEvents(RequestEvents):
+    """Events that come one by one, or all at once."""
+
+    def __init__(self, events: list[Event], at_once: bool = False) -> None:
+        metrics = LocalMetrics(EngineClient("test")).frontend
+        super().__init__(EngineClient("test"), metrics, "request", "default", FairBudget(1 << 20, "bytes"))
+        own = [(0, event) for event in events]
+        self._given: Iterator[list[tuple[int, Event]]] = iter([own] if at_once else [[each] for each in own])
+        self.stopped: list[tuple[int, int]] = []
+
+    async def take(self) -> list[tuple[int, Event]]:
+        return next(self._given)
+
+    def stop_sequence(self, number: int, index: int) -> None:
+        self.stopped.append((number, index))
+
+
+def events_of(ids: list[int], reason: FinishReason) -> list[Event]:
+    """Return the events of a sequence that ends for a reason; without one the stop string is to be found."""
+    return [*(TokenEvent(0, token) for token in ids), FinishEvent(0, reason), DONE]
+
+
+async def prompted(
+    service: TextService, record: VersionRecord | None = None, requested: Requested = REQUESTED
+) -> tuple[VariantText, RenderedChat]:
+    """Return the text of a variant and a rendered prompt."""
+    text = await service.of(record, "default")
+    return text, await text.render_chat(Conversation([USER], tools=requested.tools), 4096)
+
+
+async def outputs_of(
+    prompt: tuple[VariantText, RenderedChat],
+    ids: list[int],
+    reason: FinishReason,
+    requested: Requested = REQUESTED,
+    stop: tuple[str, ...] = (),
+    at_once: bool = False,
+) -> list[TextToken | SequenceEnd]:
+    """Return the outputs of one sequence."""
+    text, chat = prompt
+    params = SamplingParams(stop_token_ids=frozenset([EOS]), stop=stop)
+    request = Request("r", "default", None, None, token_ids_of(chat.ids), 100_000, params)
+    events = GivenEvents(events_of(ids, reason), at_once)
+    outputs = AnswerOutputs(events, [request], text, chat.form, requested, as_it_comes=not at_once)
+    found: list[TextToken | SequenceEnd] = []
+    while taken := await outputs.take():
+        found.extend(taken)
+    return found
+
+
+def parts_of(outputs: list[TextToken | SequenceEnd]) -> tuple[str, str, tuple[ToolCall, ...]]:
+    calls = joined(delta for output in outputs for delta in output.calls)
+    text = "".join(output.text for output in outputs)
+    return text, "".join(output.reasoning for output in outputs), calls
+
+
+def loaded(kind: str, name: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of a kind whose special tokens are those of models with the template."""
+    backend = {"byte level": byte_level, "llama": llama, "tiny": None}[kind]
+    special = SPECIAL.get(name, ())
+    if backend is None:
+        tokenizer = make_tokenizer()
+        tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    else:
+        own = backend()
+        own.add_special_tokens([AddedToken(token, special=True) for token in special])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, additional_special_tokens=list(special))
+    tokenizer.chat_template = TEMPLATES[name]
+    return tokenizer
+
+
+MESSAGES: dict[str, dict[str, Any]] = {
+    name: {
+        "content": "Hi \U0001f642",
+        "reasoning_content": "So \u6f22",
+        "tool_calls": [call("add", {"number": 3})] * (1 if name in ("bare", "channels") else 2),
+    }
+    for name in TEMPLATES
+}
+
+
+@pytest.mark.parametrize("kind", ["byte level", "llama"])
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_cut(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    texts = make_texts(tmp_path, loaded(kind, name))
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        tokenizer = loaded(kind, name)
+        answer = written(name, MESSAGES[name])
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+        prompt = await prompted(service)
+        for cut in range(len(ids) + 1):
+            streamed = await outputs_of(prompt, ids[:cut], "length")
+            whole = await outputs_of(prompt, ids[:cut], "length", at_once=True)
+            assert parts_of(streamed) == parts_of(whole)
+        if kind == "llama":
+            # Its decoder adds and takes away spaces beside special tokens.
+            return
+        expected = parsed(prompt[1].form, [answer])
+        text, reasoning, calls = parts_of(streamed)
+        assert calls == joined(expected.calls)
+        assert calls
+        assert text.strip() == expected.content.strip()
+        assert reasoning == expected.reasoning
+
+    texts.run(test)
+
+
+@pytest.mark.parametrize("name", ["json", "named"])
+def test_a_stop_string_inside_a_call_leaves_what_was_finished(name: str, tmp_path: Path) -> None:
+    texts = make_texts(tmp_path, loaded("tiny", name))
+    first = written(name, {"content": "", "tool_calls": [call("now", {})]})
+    second = written(name, {"content": "", "tool_calls": [call("add", {"text": "enough"})]})
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        ids = loaded("tiny", name).encode(first + second)
+        for at_once in (False, True):
+            outputs = await outputs_of(
+                await prompted(service), ids, "stop", stop=("enough",), at_once=at_once
+            )
+            text, _, calls = parts_of(outputs)
+            assert calls == (ToolCall("now", "{}"),)
+            assert text.strip() == second.partition("enough")[0].strip()
+
+    texts.run(test)
+
+
+def test_with_one_call_at_most_the_sequence_ends_behind_it(tmp_path: Path) -> None:
+    texts = make_texts(tmp_path, loaded("tiny", "json"))
+    answer = written("json", {"content": "Hi", "tool_calls": [call("now", {}), call("add", {})]})
+    single = Requested(None, TOOLS_JSON, REQUESTED.names, is_single=True)
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        ids = loaded("tiny", "json").encode(answer)
+        prompt = await prompted(service)
+        for at_once in (False, True):
+            outputs = await outputs_of(prompt, ids, "length", single, at_once=at_once)
+            assert parts_of(outputs) == ("Hi", "", (ToolCall("now", "{}"),))
+            assert [each.reason for each in outputs if isinstance(each, SequenceEnd)] == ["stop"]
+
+    texts.run(test)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
+    return make_texts(tmp_path_factory.mktemp("texts"))
+
+
+def by_template(
+    texts: Texts, directory: Path, template: dict[str, Any] | None, answer: str, at_once: bool
+) -> list[TextToken | SequenceEnd]:
+    """Return the outputs of a variant with a response template."""
+    files = files_of(make_tokenizer(1, CHAT_TEMPLATE), directory)
+    config = {**json.loads(files["tokenizer_config.json"]), "response_template": template}
+    record = texts.publish({**files, "tokenizer_config.json": json.dumps(config).encode()})
+    found: list[TextToken | SequenceEnd] = []
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        ids = make_tokenizer(1).encode(answer)
+        found.extend(await outputs_of(await prompted(service, record), [*ids, EOS], "stop", at_once=at_once))
+
+    texts.run(test)
+    return found
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_answer_is_split_by_a_response_template(at_once: bool, texts: Texts, tmp_path: Path) -> None:
+    outputs = by_template(texts, tmp_path, RESPONSE_TEMPLATE, RESPONSE, at_once)
+    assert parts_of(outputs) == ("Here <b>:", "Sum.", (ToolCall("add", '{"a": 1}'),))
+    assert sum(isinstance(output, SequenceEnd) for output in outputs) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [RESPONSE, RESPONSE + '<call>{"name": "a', "<think>So", "A <call>no</call> b"]
+)
+def test_by_a_response_template_a_stream_has_the_parts_of_the_whole(
+    answer: str, texts: Texts, tmp_path: Path
+) -> None:
+    streamed, whole = (
+        by_template(texts, tmp_path, RESPONSE_TEMPLATE, answer, at_once) for at_once in (False, True)
+    )
+    assert parts_of(streamed) == parts_of(whole)
+
+
+def test_a_stream_shows_parts_before_the_answer_has_ended(texts: Texts, tmp_path: Path) -> None:
+    outputs = by_template(texts, tmp_path, RESPONSE_TEMPLATE, RESPONSE, at_once=False)
+    with_text = [position for position, output in enumerate(outputs) if output.text]
+    assert with_text[0] < RESPONSE.index("<call>") < with_text[0] + len(outputs) // 2
+    assert len(with_text) > 1
+
+
+@pytest.mark.parametrize("answer", ["Hello there.", '{"name": "unknown"}'])
+def test_where_a_template_shows_no_calls_text_that_is_no_call_is_content(
+    answer: str, texts: Texts, tmp_path: Path
+) -> None:
+    outputs = by_template(texts, tmp_path, None, answer, at_once=False)
+    assert "".join(output.text for output in outputs) == answer
+    assert not any(output.calls for output in outputs)
+    # Text that begins as a call does is held back until its end.
+    assert bool(outputs[0].text) == (answer[0] != "{")
+
+
+def test_where_a_template_shows_no_calls_a_call_is_json(texts: Texts, tmp_path: Path) -> None:
+    outputs = by_template(texts, tmp_path, None, '{"name": "add", "arguments": {"a": 1}}', at_once=False)
+    assert [delta for output in outputs for delta in output.calls] == [CallDelta(0, "add", '{"a": 1}')]
+    assert not any(output.text for output in outputs)

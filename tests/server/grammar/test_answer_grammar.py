@@ -1,0 +1,194 @@
+"""Grammars of answers that may begin with reasoning, or be calls in the form of a chat template."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from server.errors import InvalidRequest
+from server.grammar.grammar import FunctionName, Grammar, NamedTool, in_form, matching_schema, requested
+from server.text.answer_form import AnswerForm
+from tests.helpers.tiny_models import make_tokenizer
+from tests.server.helpers.answer_templates import SPECIAL, TEMPLATES, call, form_of, parsed, written
+
+ANSWER = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "color": {"enum": ["red", "blue"], "type": "string"},
+        "number": {"type": "integer"},
+    },
+    "required": ["text", "number"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALLABLE = sorted(TEMPLATES.keys() - {"channels"})
+TOKENIZER = make_tokenizer()
+TOKENIZER.add_special_tokens(
+    {"additional_special_tokens": sorted({token for tokens in SPECIAL.values() for token in tokens})}
+)
+SPECIAL_TOKENS = {token_id: token.content for token_id, token in TOKENIZER.added_tokens_decoder.items()}
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> LLTokenizer:
+    return from_tokenizer(TOKENIZER, len(TOKENIZER), [257])
+
+
+def takes(vocabulary: LLTokenizer, grammar: Grammar | None, text: str) -> bool:
+    """Return whether a text matches a grammar as a whole."""
+    assert grammar is not None
+    matcher = LLMatcher(vocabulary, grammar.text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
+
+
+def special_form(name: str) -> AnswerForm:
+    return form_of(name).with_special(SPECIAL_TOKENS)
+
+
+@pytest.mark.parametrize("name", ["json", "named"])
+def test_a_model_may_think_before_an_answer_that_matches(name: str, vocabulary: LLTokenizer) -> None:
+    form = special_form(name)
+    assert form.reasoning is not None
+    begin, end = form.reasoning
+    grammar = in_form(requested(matching_schema(ANSWER)), form).grammar
+    assert takes(vocabulary, grammar, '{"a":1}')
+    assert takes(vocabulary, grammar, f'{begin}\nSo {{"a": \n{end}\n\n{{"a":1}}')
+    for text in (f"{begin}So{end}", f"{begin}So", "So", f'{begin}So{end}{{"a":"x"}}', f'So{end}{{"a":1}}'):
+        assert not takes(vocabulary, grammar, text)
+
+
+def test_where_the_prompt_opens_the_reasoning_the_answer_follows_its_end(vocabulary: LLTokenizer) -> None:
+    form = AnswerForm(("<think>", "</think>"), is_reasoning=True)
+    choice = NamedTool("function", FunctionName("add"))
+    for asked in (requested(None, TOOLS, choice), requested(None, TOOLS, "required")):
+        grammar = in_form(asked, form).grammar
+        arguments = '{"text":"x","number":1}'
+        answer = arguments if asked.called else f'[{{"name":"add","arguments":{arguments}}}]'
+        assert takes(vocabulary, grammar, f"So\n</think>\n\n{answer}")
+        assert not takes(vocabulary, grammar, answer)
+
+
+@pytest.mark.parametrize("name", [*CALLABLE, "none"])
+def test_beside_tools_that_may_be_called_an_answer_matches_its_schema_or_calls_theirs(
+    name: str, vocabulary: LLTokenizer
+) -> None:
+    form = AnswerForm() if name == "none" else special_form(name)
+    asked = in_form(requested(matching_schema(ANSWER), TOOLS), form)
+    good = {"text": "x y", "number": 3}
+
+    def answer(function: str, arguments: dict[str, Any]) -> str:
+        if name == "none":
+            return json.dumps({"name": function, "arguments": arguments}, separators=(",", ":"))
+        text = written(name, {"content": "", "tool_calls": [call(function, arguments)]}).strip()
+        if name not in ("fields", "pairs"):
+            text = text.replace(json.dumps(arguments), json.dumps(arguments, separators=(",", ":")))
+        if name == "bare":
+            text = text.replace(": ", ":").replace(", ", ",")
+        return text.replace(', "id": "abcdefghi"', "")
+
+    assert takes(vocabulary, asked.grammar, '{"a":1}')
+    assert takes(vocabulary, asked.grammar, answer("add", good))
+    assert takes(vocabulary, asked.grammar, answer("add", {"text": "", "color": "red", "number": 3}))
+    assert takes(vocabulary, asked.grammar, answer("now", {}))
+    for text in (
+        "So",
+        answer("other", {}),
+        answer("add", {"text": "x"}),
+        answer("add", {**good, "number": "x"}),
+        answer("add", {"text": "", "color": "green", "number": 3}),
+    ):
+        assert not takes(vocabulary, asked.grammar, text)
+    found = parsed(form, [answer("add", good)], asked)
+    assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [("add", good)]
+
+
+@pytest.mark.parametrize("name", ["bare", "none"])
+def test_an_answer_in_json_may_have_the_keys_of_a_call(name: str, vocabulary: LLTokenizer) -> None:
+    form = AnswerForm() if name == "none" else special_form(name)
+    properties = {
+        "name": {"type": "string"},
+        "arguments": {"type": "integer"},
+        "parameters": {"type": "integer"},
+    }
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    asked = in_form(requested(matching_schema(schema), TOOLS), form)
+    key = "arguments" if name == "none" else "parameters"
+    for text in (
+        f'{{"name":"now","{key}":{{}}}}',
+        f'{{"name":"now","{key}":1}}',
+        '{"name":"x"}',
+        '{"arguments":1}',
+    ):
+        assert takes(vocabulary, asked.grammar, text)
+    assert not takes(vocabulary, asked.grammar, f'{{"name":"x","{key}":{{}}}}')
+
+
+@pytest.mark.parametrize("is_parallel", [None, False])
+def test_there_may_be_several_calls_unless_the_request_wants_one(
+    is_parallel: bool | None, vocabulary: LLTokenizer
+) -> None:
+    asked = in_form(requested(matching_schema(ANSWER), TOOLS, "auto", is_parallel), form_of("json"))
+    both = written("json", {"content": "", "tool_calls": [call("now", {}), call("now", {})]}).strip()
+    assert takes(vocabulary, asked.grammar, both) == (is_parallel is None)
+
+
+def test_a_template_whose_calls_have_no_grammar_is_refused_by_the_formats_name() -> None:
+    asked = requested(matching_schema(ANSWER), TOOLS)
+    with pytest.raises(InvalidRequest, match="chat template") as refused:
+        in_form(asked, form_of("channels"))
+    assert refused.value.param == "response_format"
+    nested = {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [PARAMETERS]}}}
+    with pytest.raises(InvalidRequest, match="plain properties"):
+        in_form(requested(matching_schema(ANSWER), [nested]), form_of("fields"))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, {"properties": {"a": {"type": "integer"}}}, {"type": ["object", "null"]}]
+)
+def test_forced_arguments_are_objects_whatever_the_schema_leaves_out(
+    parameters: dict[str, Any], vocabulary: LLTokenizer
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    choice = NamedTool("function", FunctionName("f"))
+    grammar = requested(None, tools, choice).grammar
+    assert takes(vocabulary, grammar, "{}")
+    for text in ("1", "null", "[]", '"x"'):
+        assert not takes(vocabulary, grammar, text)
+
+
+def test_annotations_constrain_only_strict_schemas(vocabulary: LLTokenizer) -> None:
+    schema = {
+        "title": "T",
+        "type": "object",
+        "examples": [{}],
+        "propertyNames": {"type": "string"},
+        "properties": {
+            "format": {"type": "string", "format": "poem"},
+            "title": {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/x"}},
+        },
+        "$defs": {"x": {"type": "string", "format": "date", "enum": ["title"]}},
+        "required": ["format", "title"],
+        "additionalProperties": False,
+    }
+    assert takes(vocabulary, matching_schema(schema), '{"format":"x","title":["title","title"]}')
+    strict = LLMatcher(vocabulary, matching_schema(schema, is_strict=True).text, log_level=0)
+    assert strict.is_error()
+    for key, value in (("contains", {"type": "string"}), ("propertyNames", {"pattern": "^a"})):
+        refused = LLMatcher(vocabulary, matching_schema({**schema, key: value}).text, log_level=0)
+        assert key in refused.get_error()

@@ -1,0 +1,95 @@
+"""How a template writes answers, found by rendering it."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.text.answer_form import AnswerForm, render_prompt
+from server.text.chat_template import Conversation
+from tests.helpers.tiny_models import CHAT_TEMPLATE
+from tests.server.helpers.answer_templates import (
+    IN_TAGS,
+    SPECIAL,
+    TEMPLATES,
+    TOOLS_JSON,
+    USER,
+    form_of,
+    template,
+)
+
+THINK = ("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "tag", "reasoning"),
+    [
+        ("json", "json", "<tool_call>", THINK),
+        ("fields", "fields", "<tool_call>\n<function=", THINK),
+        ("pairs", "fields", "<tool_call>", THINK),
+        ("list", "json", "[TOOL_CALLS]", None),
+        ("named", "named", "[TOOL_CALLS]", ("[THINK]", "[/THINK]")),
+        ("bare", "json", "", None),
+        ("channels", "channels", "", None),
+    ],
+)
+def test_the_form_of_calls_and_reasoning_is_found_in_what_a_template_renders(
+    name: str, kind: str, tag: str, reasoning: tuple[str, str] | None
+) -> None:
+    form = form_of(name)
+    assert form.calls is not None
+    assert (form.calls.kind, form.calls.tag, form.reasoning) == (kind, tag, reasoning)
+
+
+def test_the_text_around_names_and_arguments_is_the_templates() -> None:
+    in_tags, fields, listed, bare = (form_of(name).calls for name in ("json", "fields", "list", "bare"))
+    assert in_tags is not None
+    assert in_tags.begin.strip() == '<tool_call>\n{"name": "'
+    assert in_tags.middle == '", "arguments": '
+    assert in_tags.end == "}\n</tool_call>"
+    assert fields is not None
+    assert fields.middle.strip() == ">"
+    assert fields.field == ("<parameter=", ">\n", "\n</parameter>")
+    assert fields.closing.split() == ["</function>", "</tool_call>"]
+    assert listed is not None
+    assert listed.end == "}]"
+    assert bare is not None
+    assert (bare.arguments_key, bare.more_tags) == ("parameters", ("<|python_tag|>",))
+
+
+@pytest.mark.parametrize("source", [CHAT_TEMPLATE, "{{ messages }}", "{{ 1 }}", "{{ tools | tojson }}"])
+def test_a_template_that_shows_no_calls_has_no_form_of_them(source: str) -> None:
+    conversation = Conversation([USER], tools=TOOLS_JSON)
+    assert render_prompt(source, conversation, {}).form == AnswerForm()
+
+
+def test_reasoning_that_the_prompt_opens_is_open() -> None:
+    source = (
+        template(IN_TAGS).removesuffix("{% endif %}") + "{% if think %}<think>{{ nl }}{% endif %}{% endif %}"
+    )
+    opened = Conversation([USER], variables={"think": True})
+    assert render_prompt(source, opened, {}).form.is_reasoning
+    for closed in (
+        Conversation([USER]),
+        Conversation([{"role": "user", "content": "What is <think>"}]),
+        Conversation([USER, {"role": "assistant", "content": "No"}], False, continue_final_message=True),
+    ):
+        assert not render_prompt(source, closed, {}).form.is_reasoning
+
+
+@pytest.mark.parametrize(("content", "is_open"), [("<think>So", True), ("<think>So</think>No", False)])
+def test_reasoning_that_a_continued_message_opens_is_open(content: str, is_open: bool) -> None:
+    messages = [USER, {"role": "assistant", "content": content}]
+    conversation = Conversation(messages, False, continue_final_message=True)
+    assert render_prompt(TEMPLATES["json"], conversation, {}).form.is_reasoning == is_open
+
+
+def test_markers_that_a_template_names_and_does_not_show_are_taken() -> None:
+    source = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    assert render_prompt(source, Conversation([USER]), {}).form.reasoning == THINK
+
+
+def test_only_special_tokens_of_the_markup_are_kept() -> None:
+    tokens = dict(enumerate(["<s>", *SPECIAL["named"]]))
+    kept = form_of("named").with_special(tokens).special
+    assert sorted(kept.values()) == ["[/THINK]", "[ARGS]", "[THINK]", "[TOOL_CALLS]"]
+    assert form_of("json").with_special(tokens).special == {}

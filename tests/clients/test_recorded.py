@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from tests.clients.helpers.environments import PINS, ROOT
 from tests.clients.helpers.relay import BUFFER_BYTES, requests_in, scrubbed
 from tests.clients.helpers.sessions import CLIENTS, RECORDED, num_cancelled
 from tests.server.helpers.live_server import LiveServer, connection, eventually
@@ -113,6 +115,16 @@ def test_a_recorded_client_that_leaves_its_stream_ends_the_request(server: LiveS
         assert reply.status == 200
         assert reply.readline().startswith(b"data: ")
     assert eventually(lambda: num_cancelled(server) == before + 1)
+
+
+def test_the_page_of_clients_names_the_versions_that_are_tried() -> None:
+    page = (ROOT / "docs" / "serving.md").read_text()
+    versions = [*json.loads((PINS / "node" / "package.json").read_text())["dependencies"].values()]
+    for asked_for in PINS.glob("*/requirements.in"):
+        pins = dict(re.findall(r"^([\w-]+)==(\S+)", asked_for.with_suffix(".txt").read_text(), re.MULTILINE))
+        versions += [pins[name] for name in asked_for.read_text().split()]
+    assert len(versions) == 6
+    assert not [version for version in versions if f"| {version} |" not in page]
 
 
 def test_requests_of_one_connection_are_told_apart_by_their_lengths() -> None:

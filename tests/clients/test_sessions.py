@@ -26,7 +26,7 @@ def asked(request: bytes) -> tuple[bytes, Any]:
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
 def test_a_stock_client_has_its_session(client: Client, server: LiveServer) -> None:
     for tool in client.tools:
-        debian_tool(tool)
+        debian_tool(tool, "client-packages")
     cancelled = num_cancelled(server)
     with relay_to(server.url) as relay:
         steps = list(session(client, relay))

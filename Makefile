@@ -39,7 +39,7 @@ WHEELS := anyio fastapi fastapi-offline httptools httpx llguidance msgspec prome
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test test-deploy test-vllm replay coverage check hooks serve bench wheels reference image image-packages packages
+.PHONY: help demo test test-deploy test-vllm test-clients client-pins client-packages replay coverage check hooks serve bench wheels reference image image-packages packages
 .DEFAULT_GOAL := help
 
 help:
@@ -47,6 +47,7 @@ help:
 	@echo 'make test      check, then every test'
 	@echo 'make test-deploy  tests that take minutes: of deployments, and of whole benches'
 	@echo 'make test-vllm  the tests of --backend vllm among them, in an environment of its own'
+	@echo 'make test-clients  the sessions of stock clients among them, in environments of their own'
 	@echo 'make replay    compare what the working tree answers with REVISION=COMMIT, over HTTP and on the command line'
 	@echo 'make check     formatting, lint and types'
 	@echo 'make hooks     let every commit run the checks'
@@ -57,6 +58,7 @@ help:
 	@echo 'make image     as root: build the container image IMAGE=NAME for the CPU, run it and prove what it must do'
 	@echo '               (BACKEND=vllm: with vLLM)'
 	@echo 'make packages  Debian packages that tests use, as root, which make test also does; without them those tests skip'
+	@echo 'make client-packages  those of stock clients (curl, Node, a JDK), which make test-deploy also does'
 	@echo 'make wheels    what a GPU image lacks, under wheels/, for a machine without a network'
 
 # bootstrap.py compiles nothing: Python keeps the bytecode of the modules that it imports, which are a small part of all.
@@ -77,11 +79,25 @@ test: check packages
 	$(PYTEST)
 
 # What takes too long for `test`.
-test-deploy: $(DEV) $(VLLM)/.ready packages
+test-deploy: $(DEV) $(VLLM)/.ready packages client-packages
 	TESTS_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m deploy
 
 test-vllm: $(DEV) $(VLLM)/.ready
 	TESTS_VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PYTEST) -m deploy tests/vllm tests/server/engine tests/server/deltas
+
+# Clients come from PyPI and npm with pinned hashes, into .clients.
+test-clients: $(DEV) client-packages
+	$(PYTEST) -m deploy tests/clients
+
+# The newest versions of the clients, for which `python -m tests.clients.record` then records anew.
+CLIENT_PINS := tests/clients/environments
+client-pins: $(DEV)
+	$(PIP) install --quiet uv
+	for name in python instructor; do \
+		(cd $(CLIENT_PINS)/$$name && $(abspath $(BIN))/uv pip compile --quiet --upgrade --universal --python-version 3.11 \
+			--generate-hashes --no-annotate --custom-compile-command 'make client-pins' requirements.in -o requirements.txt) \
+			|| exit 1; done
+	cd $(CLIENT_PINS)/node && npm install --package-lock-only --ignore-scripts
 
 # vLLM in an environment of its own, whose interpreter runs the engines of its tests.
 $(VLLM)/.ready: pyproject.toml vllm_plugin/pyproject.toml vllm_plugin/constraints.txt
@@ -101,15 +117,19 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --num-workers auto
 
-DEBIAN_PACKAGES := prometheus docker-compose
+# Programs that tests run, each with its Debian package.
+packages: PROGRAMS := promtool:prometheus docker-compose:docker-compose
+client-packages: PROGRAMS := curl:curl java:default-jdk-headless node:nodejs npm:npm
 # Not where systemd runs: it would start the packages' services.
-packages:
-	@if command -v promtool >/dev/null && command -v docker-compose >/dev/null; then :; \
+packages client-packages:
+	@missing=; \
+	for pair in $(PROGRAMS); do command -v "$${pair%:*}" >/dev/null || missing="$$missing $${pair#*:}"; done; \
+	if [ -z "$$missing" ]; then :; \
 	elif [ '$(PACKAGES)' = yes ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && [ ! -d /run/systemd/system ]; then \
-		echo 'installing Debian packages for tests: $(DEBIAN_PACKAGES) (PACKAGES=no leaves this machine alone)'; \
-		apt-get update && apt-get install -y --no-install-recommends $(DEBIAN_PACKAGES) \
-			|| echo '$(DEBIAN_PACKAGES): not installed, their tests skip'; \
-	else echo 'Debian packages $(DEBIAN_PACKAGES) are not all installed, and their tests skip: `make packages` as root installs them'; fi
+		echo "installing Debian packages for tests:$$missing (PACKAGES=no leaves this machine alone)"; \
+		apt-get update && apt-get install -y --no-install-recommends $$missing \
+			|| echo "not installed, their tests skip:$$missing"; \
+	else echo "Debian packages are not installed, and their tests skip: \`make $@\` as root installs$$missing"; fi
 
 hooks: $(DEV)
 	$(BIN)/pre-commit install

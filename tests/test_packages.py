@@ -13,15 +13,17 @@ from tests.helpers.debian import debian_tool
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def make_packages(directory: Path, *options: str) -> str:
-    """Run `make packages` as a root who has apt-get and none of the programs; return what is printed."""
-    for name in ("sh", "make"):
+def make_packages(
+    directory: Path, *options: str, target: str = "packages", programs: tuple[str, ...] = ()
+) -> str:
+    """Run a target as a root who has apt-get and of the programs a few; return what is printed."""
+    for name in ("sh", "make", *programs):
         (directory / name).symlink_to(shutil.which(name) or name)
     for name, line in (("id", "echo 0"), ("apt-get", 'echo "apt-get $@"')):
         program = directory / name
         program.write_text(f"#!{shutil.which('sh')}\n{line}\n")
         program.chmod(0o755)
-    command = [str(directory / "make"), "packages", *options]
+    command = [str(directory / "make"), target, *options]
     done = subprocess.run(
         command, cwd=ROOT, env={"PATH": str(directory)}, capture_output=True, text=True, check=True
     )
@@ -36,10 +38,16 @@ def test_root_is_told_of_the_packages_before_they_are_installed(tmp_path: Path) 
     assert all(line.startswith("apt-get ") for line in done)
 
 
+@pytest.mark.skipif(Path("/run/systemd/system").exists(), reason="nothing is installed where systemd runs")
+def test_packages_of_programs_that_are_there_are_not_installed(tmp_path: Path) -> None:
+    printed = make_packages(tmp_path, target="client-packages", programs=("curl",))
+    assert printed.splitlines()[-1].endswith("--no-install-recommends default-jdk-headless nodejs npm")
+
+
 def test_no_package_is_installed_if_asked_not_to(tmp_path: Path) -> None:
     printed = make_packages(tmp_path, "PACKAGES=no")
     assert "apt-get" not in printed
-    assert "their tests skip: `make packages` as root installs them" in printed
+    assert "their tests skip: `make packages` as root installs prometheus docker-compose" in printed
 
 
 def test_a_test_without_its_program_skips_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:

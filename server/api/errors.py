@@ -66,13 +66,16 @@ class Failure:
     closes_connection: bool = False
     # The client is told how to authenticate itself.
     wants_key: bool = False
+    # Words in front of each message, for clients that look for them.
+    prefix: str = ""
 
 
 UNEXPECTED = Failure(500, "internal_error", "server_error")
 FAILURES: Mapping[type[PeraxisError], Failure] = {
     VariantNotFound: Failure(404, "model_not_found"),
     InvalidRequest: Failure(400, "invalid_request"),
-    ContextTooLong: Failure(400, "context_length_exceeded"),
+    # LiteLLM and LangChain tell it by these words, because openai's exceptions show a message and not its code.
+    ContextTooLong: Failure(400, "context_length_exceeded", prefix="prompt is too long: "),
     UsageError: Failure(400, "invalid_request"),
     InvalidApiKey: Failure(401, "invalid_api_key", wants_key=True),
     Forbidden: Failure(403, "forbidden"),
@@ -123,7 +126,7 @@ def is_the_clients(error: BaseException) -> bool:
 def error_body(error: PeraxisError, http_request_id: str) -> dict[str, Any]:
     """Return the JSON document of an error. Details of a server failure and paths go to the log, not to the client."""
     failure = failure_of(error)
-    message = error.public
+    message = failure.prefix + error.public
     if failure is UNEXPECTED:
         log.error("request %s: %s: %s", http_request_id, type(error).__name__, error)
         message = _unexpected(http_request_id)

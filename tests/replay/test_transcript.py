@@ -24,6 +24,7 @@ def transcript(answer: object, **secrets: str) -> Transcript:
         ("took 0.25 s", "took 3 s"),
         ("http://127.0.0.1:8000", "http://127.0.0.1:50123"),
         ({"logprob": -0.12345678}, {"logprob": -0.12345679}),
+        ({"id": "aB3dE6gH9", "type": "function"}, {"id": f"call_{24 * '0'}", "type": "function"}),
     ],
 )
 def test_times_ids_ports_and_rounding_do_not_count(before: Any, after: Any) -> None:

@@ -16,7 +16,9 @@ VARIABLE = re.compile(
 PATTERNS: Mapping[str, str] = {
     r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d)?": "TIME",
     r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT": "TIME",
-    r"\b(call_|boundary=)[0-9a-f]{16,}": r"\1ID",
+    r"\b(boundary=)[0-9a-f]{16,}": r"\1ID",
+    # Of tool calls, also in the form of earlier builds.
+    r'"id": ?"(?:call_[0-9a-f]{24}|[A-Za-z0-9]{9})"(?=,\s*"type": ?"function")': '"id": "ID"',
     r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b": "ID",
     # A digest has 64.
     r"\b[0-9a-f]{16,63}\b": "ID",

@@ -257,9 +257,13 @@ class IncrementalDetokenizer:
         for position, text in enumerate(new.texts):
             if self._stopped:
                 break
-            before, self._stopped = self._stops.push(new.left_out.get(position, ""), is_shown=False)
-            visible, self._stopped = ("", True) if self._stopped else self._stops.push(text)
-            texts.append(before + visible)
+            released = ""
+            if position in new.left_out:
+                released, self._stopped = self._stops.push(new.left_out[position], is_shown=False)
+            if not self._stopped:
+                visible, self._stopped = self._stops.push(text)
+                released += visible
+            texts.append(released)
         tail = ""
         if self._is_last and not self._stopped:
             tail, self._stopped = self._stops.push(new.tail)
@@ -299,12 +303,11 @@ class StopMatcher:
     def begin_behind(self, text: str) -> None:
         """Take in the text before the first part, in which a stop string may begin and none ends."""
         for number, (stop, shorter) in enumerate(self._stop):
-            end, matched = _advance_match(stop, shorter, 0, text)
+            end, self._matched[number] = _advance_match(stop, shorter, 0, text)
+            rest = text
             while end is not None:
-                text_behind = text[end:]
-                found, matched = _advance_match(stop, shorter, shorter[len(stop)], text_behind)
-                end = None if found is None else end + found
-            self._matched[number] = matched
+                rest = rest[end:]
+                end, self._matched[number] = _advance_match(stop, shorter, shorter[len(stop)], rest)
         self._hold(text[len(text) - max(self._matched, default=0) :], False)
 
     def push(self, text: str, is_shown: bool = True) -> tuple[str, bool]:

@@ -221,10 +221,13 @@ class LoadedTokenizer:
         if found.begins is not None:
             first = new.ids[found.begins]
             own[found.begins] = self._own_text(first).removesuffix(self._decode_all([first]))
+        before = ""
+        if new.num_before and new.window.num_shown is None:
+            before = self._own_text(*new.window.ids)[-new.num_before :]
+        if not own and not before:
+            return found
         self._checked(list(own.values()), len(own))
-        asks_before = new.window.num_shown is None and new.num_before
-        before = self._decode_all(list(new.window.ids))[-new.num_before :] if asks_before else ""
-        return replace(found, left_out=own, before=before) if own or before else found
+        return replace(found, left_out=own, before=before)
 
     def _decoder(self, skip_special_tokens: bool) -> Decode:
         return self._decode if skip_special_tokens else self._decode_all
@@ -235,11 +238,11 @@ class LoadedTokenizer:
         ids = list(self._tokenizer(ANCHOR, add_special_tokens=False)["input_ids"])
         return ids, self._decode_all(ids)
 
-    def _own_text(self, token_id: int) -> str:
-        """Return the text of a token behind other text."""
+    def _own_text(self, *token_ids: int) -> str:
+        """Return the text of tokens behind other text."""
         ids, before = self._anchor
-        text = self._decode_all([*ids, token_id])
-        return text[len(before) :] if text.startswith(before) else self._decode_all([token_id])
+        text = self._decode_all([*ids, *token_ids])
+        return text[len(before) :] if text.startswith(before) else self._decode_all(list(token_ids))
 
     def _token_text(self, token_id: int, text: str) -> TokenText:
         if INCOMPLETE not in text:

@@ -152,7 +152,7 @@ def _model(vocab_size: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ANY_TEXT)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_an_answer_stops_where_generate_stops(kind: str, data: st.DataObject) -> None:
     parts = st.sampled_from(["<end>", "the", " the", "th", " ", "e", "é", "漢字", "4", " 4"])
@@ -170,6 +170,15 @@ def test_an_answer_stops_where_generate_stops(kind: str, data: st.DataObject) ->
     hidden, num_tokens = answered(LOADED[kind], prompt, answer, **{**params, "skip_special_tokens": True})
     assert num_tokens == len(wanted)
     assert hidden.replace("<end>", "") in text.replace("<end>", "")
+
+
+def test_a_stop_string_may_begin_with_the_space_of_a_prompt_that_no_text_shows() -> None:
+    prompt, (space, *_) = ids_of("llama", [" "]), ids_of("llama", [" the"])
+    assert generated("llama", prompt, [space, space], ["   "]) == [space]
+    assert answered(LOADED["llama"], prompt, [space, space], stop=["   "], stops_begin_in_prompt=True) == (
+        "",
+        1,
+    )
 
 
 @pytest.mark.parametrize("kind", ANY_TEXT)

@@ -51,7 +51,6 @@ NEUTRAL: Mapping[str, tuple[object, ...] | None] = {
     "tools": ([],),
     # vLLM's.
     "allowed_token_ids": (),
-    "bad_words": ([],),
     "cache_salt": (),
     "documents": ([],),
     "ec_transfer_params": (),

@@ -39,6 +39,8 @@ from server.grammar.answer_parser import CallDelta, ToolCall, joined
 from server.grammar.grammar import Requested, in_form
 from server.protocol.messages import EngineFacts, FinishReason
 from server.protocol.request import (
+    NEUTRAL,
+    GenerationRules,
     PageHashes,
     Request,
     SamplingParams,
@@ -288,7 +290,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         text = await service.text.of(record, call.tenant.name)
         max_tokens = service.engine.facts.max_model_len
         prompts, echoes, form = await _tokenized(call, text, max_tokens)
-        call = replace(call, requested=in_form(call.requested, form))
+        call = replace(call, requested=in_form(call.requested, form), sampling=await _ruled(call, text))
         requests: Sequence[Request] = [
             Request(
                 *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
@@ -331,6 +333,16 @@ async def _tokenized(
         if call.echo:
             echoes.append(prompt if isinstance(prompt, str) else await text.decode_prompt(list(ids), skips))
     return prompts, echoes, form
+
+
+async def _ruled(call: GenerationCall, text: VariantText) -> Mapping[str, Any]:
+    """Return what the call sets of sampling; words that must not come are a rule beside the variant's own."""
+    given = dict(call.sampling)
+    if (words := given.pop("bad_words", None)) is not None:
+        rules: GenerationRules = text.generation.defaults.get("rules", NEUTRAL)
+        banned = await text.banned(words)
+        given["rules"] = replace(rules, bad_words_ids=(*rules.bad_words_ids, *banned))
+    return given
 
 
 async def _send(

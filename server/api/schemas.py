@@ -226,6 +226,7 @@ MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 LogitBias = Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MAX_BIASED)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=128)]
+BadWords = Annotated[list[Annotated[str, Meta(min_length=1, max_length=128)]], Meta(max_length=128)]
 
 
 # Events of a stream with the number of tokens.
@@ -269,6 +270,7 @@ class OpenAIBody(Struct, frozen=True, kw_only=True):
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: NumTokens | None = None
+    bad_words: BadWords | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
 
@@ -319,6 +321,8 @@ class OpenAIBody(Struct, frozen=True, kw_only=True):
             given["logit_bias"] = tuple(sorted(self.logit_bias.items()))
         if self.stop_token_ids:
             given["stop_token_ids"] = frozenset(self.stop_token_ids)
+        if self.bad_words:
+            given["bad_words"] = tuple(self.bad_words)
         return given
 
 

@@ -339,6 +339,10 @@ class VariantText:
         ids = await self._run(len(text), LoadedTokenizer.encode, text, max_tokens, adds_special, "messages")
         return RenderedChat(ids, prompt.form.with_special(base.special_tokens))
 
+    async def banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of words that must not come; raises as `LoadedTokenizer.banned`."""
+        return await self._run(sum(map(len, words)), LoadedTokenizer.banned, words)
+
     async def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         return await self._run(_num_chars(ids), LoadedTokenizer.decode, ids, skip_special_tokens)

@@ -7,7 +7,7 @@ abort the process or keep it busy without end.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from server.text.detokenizer import (
     num_unclean,
 )
 from server.text.failures import failures_as
+from server.text.generation_config import MAX_RULE_IDS
 
 NO_TEMPLATE = (
     "there is no chat template here: publish the variant with a tokenizer that has one, "
@@ -158,6 +159,19 @@ class LoadedTokenizer:
         if len(ids) > max_tokens:
             raise too_many_tokens(len(ids), max_tokens, param)
         return ids
+
+    def banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of words that must not come, of each as it is and behind a space.
+
+        Raises:
+            InvalidRequest: they have too many tokens, or the tokenizer refuses one.
+        """
+        texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+        found = dict.fromkeys(tuple(self._ids(text, False, "bad_words")) for text in texts)
+        found.pop((), None)
+        if sum(map(len, found)) > MAX_RULE_IDS:
+            raise InvalidRequest(f"bad_words have more than {MAX_RULE_IDS} tokens: send fewer", "bad_words")
+        return tuple(found)
 
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:

@@ -108,6 +108,31 @@ def test_a_stop_token_ends_an_answer_and_is_not_in_it(server: LiveServer) -> Non
     assert "z" not in later["text"]
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["z"], "yyyyyyyy"),
+        (["zz"], "zyzyzyzy"),
+        (["zy", "zz"], "zxzxzxzx"),
+        ([], "zzzzzzzz"),
+        (["z", "y"], "xxxxxxxx"),
+    ],
+)
+def test_bad_words_do_not_come(server: LiveServer, words: list[str], text: str) -> None:
+    bias = {str(TOKENIZER(each)["input_ids"][0]): value for each, value in (("z", 100), ("y", 90), ("x", 80))}
+    assert complete(server, logit_bias=bias, bad_words=words)["text"] == text
+
+
+@pytest.mark.parametrize(
+    "words", [[""], ["a" * 129], ["a"] * 129, "a", ["abcdefgh" * 16 + str(i) for i in range(99)]]
+)
+def test_bad_words_have_bounds(server: LiveServer, words: Any) -> None:
+    body = {"model": "plain", "prompt": "hello", "max_tokens": 1, "bad_words": words}
+    reply = server.client.post("/v1/completions", json=body)
+    assert reply.status_code == 400
+    assert "bad_words" in reply.json()["error"]["message"]
+
+
 def test_an_end_token_is_none_on_request(server: LiveServer) -> None:
     bias = {str(TOKENIZER.eos_token_id): 100}
     assert complete(server, logit_bias=bias)["finish_reason"] == "stop"

@@ -89,7 +89,11 @@ def test_draws_of_a_seed_and_rules_are_those_of_the_native_engine(both: Both) ->
         prompt = [draw.randrange(1, 250) for _ in range(draw.randrange(1, 150))]
         config = CONFIGS[number % len(CONFIGS)] if number % 2 else {}
         sampling = {"temperature": 1.2, "top_k": 50, "top_p": 0.9, **sampling_defaults(config)}
-        sampling |= {"seed": number, "n": 1 + number % 3, "max_new_tokens": draw.randrange(1, 40)}
+        sampling |= {"seed": number, "n": 1 + number % 3, "max_new_tokens": draw.randrange(4, 40)}
+        if number % 3 == 0:
+            biases = {draw.randrange(250): draw.uniform(-100, 5) for _ in range(40)}
+            sampling |= {"frequency_penalty": 0.7, "presence_penalty": -0.3, "min_tokens": 4}
+            sampling |= {"logit_bias": tuple(biases.items()), "stop_token_ids": frozenset(range(0, 250, 9))}
         asked.append((draw.randrange(5), prompt, sampling))
     answers = []
     for served, records in ((both.native, both.native_records), (both.vllm, both.vllm_records)):

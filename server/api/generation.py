@@ -66,6 +66,8 @@ MAX_ECHO_CHARS = 16 << 20
 MAX_LOGPROBS = 1 << 18
 # What each token takes in memory, beside its log-probabilities, until the reply is made.
 TOKEN_BYTES = 250
+# What a character of its text takes at most.
+CHARACTER_BYTES = 4
 # Tokens of a call's prompts above which they are checked and hashed beside the event loop: so many take 0.3 ms.
 MAX_CHECKED_HERE = 1 << 12
 # A comment, which clients of server-sent events pass over.
@@ -154,7 +156,7 @@ class WholeSequence:
     tokens: list[TextToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     deltas: list[CallDelta] = field(default_factory=list)
-    reasoning: str = ""
+    thoughts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -508,13 +510,15 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
     outputs = submission.outputs
     num_sequences = len(submission.requests) * submission.sampling_params.n
     sequences = [WholeSequence() for _ in range(num_sequences)]
-    num_logprobs = num_held = num_tokens = 0
+    num_logprobs = num_held = num_tokens = num_chars = 0
     while taken := await outputs.take():
         for output in taken:
             sequence = sequences[output.index]
             sequence.texts.append(output.text)
             sequence.deltas += output.calls
-            sequence.reasoning += output.reasoning
+            sequence.thoughts.append(output.reasoning)
+            num_chars += len(output.text) + len(output.reasoning)
+            num_chars += sum(len(call.arguments) for call in output.calls)
             if isinstance(output, SequenceEnd):
                 sequence.finish_reason = output.reason
             else:
@@ -526,7 +530,7 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
                 f"the reply holds more than {MAX_LOGPROBS} log-probabilities: stream it, or ask for fewer",
                 "logprobs",
             )
-        num_bytes = num_logprobs * LOGPROB_BYTES + num_tokens * TOKEN_BYTES
+        num_bytes = num_logprobs * LOGPROB_BYTES + num_tokens * TOKEN_BYTES + num_chars * CHARACTER_BYTES
         hold(num_bytes - num_held)
         num_held = num_bytes
     return sequences

@@ -248,8 +248,8 @@ class ChatReply:
 def _message(sequence: WholeSequence) -> dict[str, Any]:
     calls = sequence.calls
     message = {"role": "assistant", "content": sequence.text or (None if calls else ""), "refusal": None}
-    if sequence.reasoning:
-        message["reasoning_content"] = sequence.reasoning
+    if reasoning := "".join(sequence.thoughts):
+        message["reasoning_content"] = reasoning
     return {**message, "tool_calls": list(map(_tool_call, calls))} if calls else message
 
 

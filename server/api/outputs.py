@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -409,6 +409,7 @@ class TextOutputs:
             their lengths.
         shows_prompt_ends: where a prompt ends within a character, its reply repeats it without that, and the character
             is shown with the sequence.
+        marks: special tokens by id that are shown, whether others are or not.
     """
 
     def __init__(
@@ -417,6 +418,7 @@ class TextOutputs:
         requests: Sequence[Request],
         text: VariantText,
         shows_prompt_ends: bool = False,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         self._params = params = requests[0].sampling_params
         # Tokens of each prompt whose log-probabilities were asked for; they come before the first new token.
@@ -430,12 +432,12 @@ class TextOutputs:
         self._n = params.n
         self._stop_token_ids = params.stop_token_ids
         self._num_open = len(requests)
-        self._sequences = {
-            index: _Sequence(
-                IncrementalDetokenizer(params, requests[index // params.n].prompt_ids, shows_prompt_ends)
-            )
-            for index in range(params.n * len(requests))
-        }
+        detokenizers = (
+            IncrementalDetokenizer(params, request.prompt_ids, shows_prompt_ends, marks)
+            for request in requests
+            for _ in range(params.n)
+        )
+        self._sequences = dict(enumerate(map(_Sequence, detokenizers)))
 
     async def take(self) -> list[TextToken | SequenceEnd]:
         """Return what has come since the last call, at least one output; nothing when all requests are done.
@@ -446,7 +448,7 @@ class TextOutputs:
         outputs: list[TextToken | SequenceEnd] = []
         while not outputs and self._num_open:
             outputs = await self._decoded(await self._events.take())
-        self.num_tokens += sum(isinstance(output, TextToken) for output in outputs)
+        self.num_tokens += _num_tokens(outputs)
         return outputs
 
     async def _decoded(self, events: list[tuple[int, Event]]) -> list[TextToken | SequenceEnd]:
@@ -584,12 +586,16 @@ def _text_token(
     return TextToken(index, token.token_id, text, offset, scored, top)
 
 
+def _num_tokens(outputs: Iterable[TextToken | SequenceEnd]) -> int:
+    return sum(isinstance(output, TextToken) for output in outputs)
+
+
 @dataclass(slots=True)
 class _TemplateText:
     """The text of an answer that a response template parses, and the parts that were returned."""
 
-    text: str = ""  # with special tokens
-    visible: str = ""
+    texts: list[str] = field(default_factory=list)  # with special tokens
+    visible: list[str] = field(default_factory=list)
     shown: ParsedAnswer = field(default_factory=ParsedAnswer)
 
 
@@ -610,11 +616,11 @@ class AnswerOutputs(TextOutputs):
         requested: Requested,
         as_it_comes: bool,
     ) -> None:
-        super().__init__(events, requests, text)
+        self._by_template = form.response_prefix is not None and requested.form == "free"
+        super().__init__(events, requests, text, marks=None if self._by_template else form.special)
         self._form = form
         self._requested = requested
         self._as_it_comes = as_it_comes or requested.is_single
-        self._by_template = form.response_prefix is not None and requested.form == "free"
         indices = range(requests[0].sampling_params.n * len(requests))
         self._parsers = {index: AnswerParser(form, requested) for index in indices}
         self._texts = {index: _TemplateText() for index in indices}
@@ -627,6 +633,8 @@ class AnswerOutputs(TextOutputs):
                 if self._by_template
                 else self._parsed(open_outputs)
             )
+            # Those behind the only call are none of the answer.
+            self.num_tokens += _num_tokens(parsed) - _num_tokens(outputs)
             if parsed:
                 return parsed
         return []
@@ -637,7 +645,7 @@ class AnswerOutputs(TextOutputs):
         for output in outputs:
             parser = self._parsers.get(output.index)
             if parser is not None:
-                parts = parser.push(self._with_special(output), isinstance(output, SequenceEnd))
+                parts = parser.push(output.text, isinstance(output, SequenceEnd))
                 found += self._with_parts(output, parts, parser.is_done)
         return found
 
@@ -648,8 +656,8 @@ class AnswerOutputs(TextOutputs):
         positions: dict[int, int] = {}
         for position, output in enumerate(outputs):
             own = self._texts[output.index]
-            own.text += self._with_special(output)
-            own.visible += output.text
+            own.texts.append(self._with_special(output))
+            own.visible.append(output.text)
             if self._as_it_comes or isinstance(output, SequenceEnd):
                 positions[output.index] = position
         answers = [
@@ -670,7 +678,8 @@ class AnswerOutputs(TextOutputs):
 
     def _answer(self, index: int, is_whole: bool) -> TemplateAnswer:
         own, is_single = self._texts[index], self._requested.is_single
-        return TemplateAnswer(self._form.response_prefix or "", own.text, own.visible, is_whole, is_single)
+        texts = "".join(own.texts), "".join(own.visible)
+        return TemplateAnswer(self._form.response_prefix or "", *texts, is_whole, is_single)
 
     def _with_special(self, output: TextToken | SequenceEnd) -> str:
         """Return the text of an output, with a special token that belongs to the markup."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import DecodeError, Raw, Struct
-from msgspec.json import decode
+from msgspec.json import Decoder, decode
 
 from server.grammar.grammar import CALL_BEGIN, CALL_MIDDLE, COMPACT_CALL, Requested
 from server.text.answer_form import CHANNEL_MARKERS, AnswerForm
@@ -171,6 +171,8 @@ class _Trimmed:
 
 # Text before the arguments of a call that may be its name, and a name.
 MAX_HEAD_CHARS = 1024
+# Characters that are read at a time.
+PIECE_CHARS = 1024
 CALLED = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # A call in Python, as Llama's templates ask for it; without backtracking.
 PYTHON_CALL = re.compile(
@@ -211,6 +213,7 @@ class AnswerParser:
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._reasoning.add_markup()
         self._num_calls = 0
+        self._types: dict[str, Mapping[str, Sequence[str]]] = {}  # of parameters, by tool
         self._new = ""  # text that was not taken
         self._is_last = False
         self._raw: list[str] = []  # text of a call that has not ended
@@ -226,10 +229,12 @@ class AnswerParser:
         Args:
             is_last: no text follows.
         """
-        if not self.is_done:
-            self._new += text
-            self._is_last = is_last
-            next(self._steps, None)
+        # In pieces, so that none is copied for each of many markers.
+        for begin in range(0, max(len(text), 1), PIECE_CHARS):
+            if not self.is_done:
+                self._new += text[begin : begin + PIECE_CHARS]
+                self._is_last = is_last and begin + PIECE_CHARS >= len(text)
+                next(self._steps, None)
         if is_last and not self.is_done:
             self._shown.append(self._content.end())
         parts = Parts("".join(self._shown), "".join(self._thought), tuple(self._called))
@@ -378,10 +383,13 @@ class AnswerParser:
                 yield from self._one_of((word,))
             yield from self._required((value_end.strip(),), self._collecting(value))
             argument = "".join(key).strip()
-            types = _types_by_tool(self._requested.tools).get(name, {}).get(argument, ())
-            arguments[argument] = typed("".join(value), types)
+            arguments[argument] = typed("".join(value), self._types_of(name).get(argument, ()))
             marker = yield from self._one_of((closing[0], field))
-        self._add(name, json.dumps(arguments))
+        try:
+            text = json.dumps(arguments)
+        except RecursionError:
+            raise _NoCall from None
+        self._add(name, text)
         yield from self._end(closing[1:])
 
     def _tagged(self) -> Steps[None]:
@@ -535,6 +543,14 @@ class AnswerParser:
         if self._requested.is_single:
             raise _Done
 
+    def _types_of(self, name: str) -> Mapping[str, Sequence[str]]:
+        """Return the types of a tool's parameters."""
+        if name not in self._types:
+            functions = (tool.function for tool in _tools.decode(self._requested.tools))
+            own = next((function for function in functions if function.name == name), None)
+            self._types[name] = _types_of(None if own is None else decode(own.parameters))
+        return self._types[name]
+
     def _show(self, text: str) -> None:
         self._shown.append(self._content.add(text))
 
@@ -558,12 +574,18 @@ class AnswerParser:
     def _limited(self, parts: list[str]) -> Take:
         """Return a taker of text that must be short."""
 
+        room = MAX_HEAD_CHARS
+        collect = self._collecting(parts)
+
         def take(text: str) -> None:
-            room = MAX_HEAD_CHARS - sum(map(len, parts))
-            self._collecting(parts)(text[:room])
+            nonlocal room
+            if not text:
+                return
+            collect(text[:room])
             if len(text) > room:
                 self._new = text[room:] + self._new
                 raise _NoCall
+            room -= len(text)
 
         return take
 
@@ -591,11 +613,16 @@ def _object_text(json_text: str | bytes) -> str:
     return json_text if isinstance(json_text, str) else json_text.decode()
 
 
-@lru_cache(maxsize=16)
-def _types_by_tool(tools: bytes) -> Mapping[str, Mapping[str, Sequence[str]]]:
-    """Return the types of each tool's parameters."""
-    functions = (tool["function"] for tool in decode(tools))
-    return {function["name"]: _types_of(function.get("parameters")) for function in functions}
+class _Function(Struct):
+    name: str
+    parameters: Raw = Raw(b"null")
+
+
+class _Tool(Struct):
+    function: _Function
+
+
+_tools = Decoder(list[_Tool])
 
 
 def _types_of(parameters: Any) -> Mapping[str, Sequence[str]]:

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -22,7 +23,9 @@ from server.text.failures import failures_as
 # The probe's call, and words of markup; longer ones are none.
 MAX_CALL_CHARS, MAX_MARKER_CHARS = 2048, 128
 # Special tokens that a variant's response template may name, and characters of the prompt that it reads.
-MAX_SPECIAL_TOKENS, MAX_PREFIX_CHARS = 4096, 1 << 16
+MAX_SPECIAL_TOKENS, MAX_PREFIX_CHARS = 1024, 1 << 16
+# Special tokens that are parts of the markup.
+MAX_MARKERS = 64
 # Parts of probes. A template may change the case of a text.
 TEXT, THOUGHT, NAME = "730194826517", "291847365018", "n548213906"
 KEYS, VALUES = ("k917364025", "k382915760"), ("640275193", "158306947")
@@ -104,10 +107,12 @@ class AnswerForm(Struct, frozen=True):
 
     def with_special(self, tokens: Mapping[int, str]) -> AnswerForm:
         """Return the form with those of a tokenizer's special tokens that belong to its markup."""
+        short = ((token_id, text) for token_id, text in tokens.items() if 0 < len(text) <= MAX_MARKER_CHARS)
         if self.response_prefix is not None:
-            return replace(self, special=dict(list(tokens.items())[:MAX_SPECIAL_TOKENS]))
+            return replace(self, special=dict(islice(short, MAX_SPECIAL_TOKENS)))
         markup = "\n".join((*(self.reasoning or ()), *(self.calls.texts() if self.calls else ())))
-        return replace(self, special={id_: text for id_, text in tokens.items() if text and text in markup})
+        own = ((token_id, text) for token_id, text in short if text in markup)
+        return replace(self, special=dict(islice(own, MAX_MARKERS)))
 
 
 class RenderedPrompt(Struct, frozen=True):
@@ -261,7 +266,8 @@ def _syntax_of(own: str, template: str) -> CallSyntax | None:
     middle, end = before.removesuffix(key), last.removeprefix(value_end)
     if not behind_key.strip() or not end.strip():
         return None
-    return CallSyntax("fields", begin.strip(), begin, middle, end, (key, behind_key, value_end))
+    syntax = CallSyntax("fields", begin.strip(), begin, middle, end, (key, behind_key, value_end))
+    return syntax if syntax.closing else None
 
 
 def _json_syntax(own: str, start: int, has_python_tag: bool) -> CallSyntax | None:

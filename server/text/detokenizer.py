@@ -81,6 +81,7 @@ class NewTokens(Struct, frozen=True):
     is_last: bool  # no more tokens follow, so text of an incomplete character is shown too
     skip_special_tokens: bool = True
     end_ids: tuple[int, ...] = ()  # those of `ids` that end a sequence, and have no text
+    mark_ids: tuple[int, ...] = ()  # those of `ids` that have no text, and before which none is held back
     num_before: int = 0  # characters of the prompt's end, with special tokens, that are asked for once
 
 
@@ -118,7 +119,8 @@ def decode_new(
         window = _seen(decode, [token_id for token_id in window.ids if token_id not in left_out], window)
     for position, token_id in enumerate(new.ids):
         if token_id in left_out or token_id in new.end_ids:
-            texts.append("")
+            text, window = _settle(decode, window) if token_id in new.mark_ids else ("", window)
+            texts.append(text)
             continue
         if not window.ids:
             begins = position
@@ -200,6 +202,12 @@ def _advance(
     return visible, Window(ids, window.num_complete, num_shown, num_repeated)
 
 
+def _settle(decode: Decode, window: Window) -> tuple[str, Window]:
+    """Return the text that is held back, and the window behind it."""
+    text = decode(list(window.ids))
+    return _added(window, text), Window(window.ids, len(window.ids), len(text))
+
+
 def _added(window: Window, text: str) -> str:
     """Return what a text of the window's tokens adds to that which was shown."""
     return text[window.num_shown :].removeprefix(INCOMPLETE * window.num_repeated)
@@ -222,12 +230,19 @@ class IncrementalDetokenizer:
     Args:
         prompt_ids: of the prompt that the sequence stands behind.
         is_echoed: an incomplete character at the prompt's end is shown with the sequence.
+        marks: special tokens by id that are shown, whether others are or not.
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_ids: Sequence[int] = (), is_echoed: bool = False
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        is_echoed: bool = False,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         self._params = params
+        self._marks = marks or {}
+        self._marked: list[str | None] = []  # of each token that is being decoded
         # A token may have one character.
         self._num_before = max(map(len, params.stop), default=0) if params.stops_begin_in_prompt else 0
         self._window = Window.behind(prompt_ids, max(MAX_WINDOW, self._num_before), is_echoed)
@@ -245,7 +260,11 @@ class IncrementalDetokenizer:
         params, ids = self._params, tuple(token_ids)
         shows_end = params.include_stop_str_in_output
         ends = () if shows_end else tuple(each for each in ids if each in params.stop_token_ids)
-        return NewTokens(self._window, ids, is_last, params.skip_special_tokens, ends, self._num_before)
+        self._marked = [None if each in ends else self._marks.get(each) for each in ids]
+        marks = tuple(each for each, mark in zip(ids, self._marked, strict=True) if mark is not None)
+        return NewTokens(
+            self._window, ids, is_last, params.skip_special_tokens, ends, marks, self._num_before
+        )
 
     def take(self, new: NewText) -> VisibleText:
         """Return the text that becomes visible."""
@@ -257,12 +276,16 @@ class IncrementalDetokenizer:
         for position, text in enumerate(new.texts):
             if self._stopped:
                 break
+            parts = [(text, True)]
+            if (mark := self._marked[position]) is not None and position in new.left_out:
+                parts.append((mark, True))
+            elif position in new.left_out:
+                parts.insert(0, (new.left_out[position], False))
             released = ""
-            if position in new.left_out:
-                released, self._stopped = self._stops.push(new.left_out[position], is_shown=False)
-            if not self._stopped:
-                visible, self._stopped = self._stops.push(text)
-                released += visible
+            for part, is_shown in parts:
+                if not self._stopped:
+                    visible, self._stopped = self._stops.push(part, is_shown)
+                    released += visible
             texts.append(released)
         tail = ""
         if self._is_last and not self._stopped:

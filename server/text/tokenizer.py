@@ -161,13 +161,19 @@ class LoadedTokenizer:
         return ids
 
     def banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of words that must not come, of each as it is and behind a space.
+        """Return the tokens of words that must not come, of each behind a space, behind other text, and as it is.
 
         Raises:
             InvalidRequest: they have too many tokens, or the tokenizer refuses one.
         """
         texts = [text for word in words for text in (word, f" {word.lstrip()}")]
         found = dict.fromkeys(tuple(self._ids(text, False, "bad_words")) for text in texts)
+        before, _ = self._anchor
+        for word in words:
+            # Where the tokenizer adds a space to the beginning of a text, this is the word without one.
+            behind = self._ids(ANCHOR + word, False, "bad_words")
+            if behind[: len(before)] == before:
+                found[tuple(behind[len(before) :])] = None
         found.pop((), None)
         if sum(map(len, found)) > MAX_RULE_IDS:
             raise InvalidRequest(f"bad_words have more than {MAX_RULE_IDS} tokens: send fewer", "bad_words")

@@ -90,6 +90,7 @@ async def outputs_of(
     found: list[TextToken | SequenceEnd] = []
     while taken := await outputs.take():
         found.extend(taken)
+    assert outputs.num_tokens == sum(isinstance(each, TextToken) for each in found)
     return found
 
 
@@ -168,6 +169,31 @@ def test_a_stop_string_inside_a_call_leaves_what_was_finished(name: str, tmp_pat
             text, _, calls = parts_of(outputs)
             assert calls == (ToolCall("now", "{}"),)
             assert text.strip() == second.partition("enough")[0].strip()
+
+    texts.run(test)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        (["a", "<tool_call>", "b"], ("<tool_call>",), ("a", "", ())),
+        (["<think>", "w", "a", "</think>", "e"], ("a</think>b",), ("e", "wa", ())),
+        (["<think>", "w", "a", "</think>", "b", "e"], ("a</think>b",), ("", "w", ())),
+        (["<think>", "w", "\U0001f642"[:1], "</think>", "e"], (), ("e", "w\U0001f642", ())),
+    ],
+)
+def test_special_tokens_of_the_markup_stand_between_the_texts_beside_them(
+    pieces: list[str], stop: tuple[str, ...], expected: tuple[str, str, tuple[ToolCall, ...]], tmp_path: Path
+) -> None:
+    tokenizer = loaded("tiny", "json")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<tool_call>"]})
+    texts = make_texts(tmp_path, tokenizer)
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        ids = [token for piece in pieces for token in tokenizer.encode(piece, add_special_tokens=False)]
+        for at_once in (False, True):
+            outputs = await outputs_of(await prompted(service), ids, "stop", stop=stop, at_once=at_once)
+            assert parts_of(outputs) == expected
 
     texts.run(test)
 

@@ -224,3 +224,26 @@ def test_an_argument_that_is_written_as_text_has_the_type_of_its_schema(
     text: str, types: list[str], value: Any
 ) -> None:
     assert typed(text, types) == value
+
+
+def test_a_value_that_is_nested_too_deep_to_be_written_is_no_call() -> None:
+    for depth in range(970, 1010):
+        value = "[" * depth + "]" * depth
+        answer = (
+            f"<tool_call>\n<function=add>\n<parameter=list>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        )
+        found = parsed(FORMS["fields"], [answer])
+        assert found.calls or value in found.content
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_piece_is_read_as_many_short_ones(name: str) -> None:
+    message = {"content": "Hi ", "tool_calls": [call("add", {"text": "long " * 700})] * 1}
+    answer = written(name, message)
+    assert parsed(FORMS[name], [answer]) == parsed(FORMS[name], list(answer))
+
+
+def test_a_head_that_is_too_long_is_content_whatever_tokens_without_text_stand_in_it() -> None:
+    pieces = ["<tool_call>\n<function=", *[""] * 100, *["x"] * 2000, "</function>"]
+    found = parsed(FORMS["fields"], pieces)
+    assert (found.calls, found.content) == ((), "".join(pieces))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from server.grammar.answer_parser import AnswerParser
 from server.text.answer_form import AnswerForm, render_prompt
 from server.text.chat_template import Conversation
 from tests.helpers.tiny_models import CHAT_TEMPLATE
 from tests.server.helpers.answer_templates import (
     IN_TAGS,
+    REQUESTED,
     SPECIAL,
     TEMPLATES,
     TOOLS_JSON,
@@ -93,3 +95,25 @@ def test_only_special_tokens_of_the_markup_are_kept() -> None:
     kept = form_of("named").with_special(tokens).special
     assert sorted(kept.values()) == ["[/THINK]", "[ARGS]", "[THINK]", "[TOOL_CALLS]"]
     assert form_of("json").with_special(tokens).special == {}
+
+
+@pytest.mark.parametrize("closing", ["]]", "}", "]", ""])
+def test_fields_that_no_word_closes_are_no_form(closing: str) -> None:
+    turn = (
+        "{{ m.content or '' }}{% for c in m.tool_calls or [] %}[[call {{ c.function.name + nl }}"
+        "{% for key, value in c.function.arguments | items %}<k={{ key }}>{{ value }}</v>{{ nl }}{% endfor %}"
+        + closing + "{% endfor %}"
+    )  # fmt: skip
+    form = render_prompt(template(turn), Conversation([USER]), {}).form
+    assert form.calls is None
+    parser = AnswerParser(form, REQUESTED)
+    assert parser.push("I used [[call sign", is_last=True).content == "I used [[call sign"
+
+
+def test_special_tokens_of_a_form_are_few_and_short() -> None:
+    form = AnswerForm(reasoning=("<think>", "</think>"))
+    tokens = {number: "<think>"[: 1 + number % 7] for number in range(1000)}
+    assert len(form.with_special(tokens).special) == 64
+    by_template = AnswerForm(response_prefix="")
+    tokens = {number: "x" * number for number in range(2000)}
+    assert set(by_template.with_special(tokens).special) == set(range(1, 129))

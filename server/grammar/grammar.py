@@ -458,6 +458,7 @@ def _schema(tool: Tool) -> ToolSchema:
         return ToolSchema(name, NO_PARAMETERS)
     # Before it is walked.
     check_schema(given, "tools")
+    _check_shape(name, given)
     declared = given.get("type", "object")
     if "object" not in (declared if isinstance(declared, list) else [declared]):
         raise InvalidRequest(
@@ -465,6 +466,29 @@ def _schema(tool: Tool) -> ToolSchema:
         )
     parameters = given if tool.function.strict else without_annotations(given)
     return ToolSchema(name, {**parameters, "type": "object"})
+
+
+def _check_shape(name: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse parameters of a tool whose keywords have values of another type than JSON schema says."""
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict):
+        raise _ill_typed(name, "properties", "an object")
+    if not (isinstance(required, list) and all(isinstance(key, str) for key in required)):
+        raise _ill_typed(name, "required", "a list of names")
+    for key in ("$defs", "definitions"):
+        if not isinstance(parameters.get(key, {}), dict):
+            raise _ill_typed(name, key, "an object")
+    for key, own in properties.items():
+        if not isinstance(own, dict | bool):
+            raise _ill_typed(name, f"properties.{key}", "an object")
+        if isinstance(own, dict) and not isinstance(own.get("enum", []), list):
+            raise _ill_typed(name, f"properties.{key}.enum", "a list")
+
+
+def _ill_typed(name: str, key: str, needed: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"tools: {key} in the parameters of {name} must be {needed}: change or omit it", "tools"
+    )
 
 
 # White space that may follow reasoning and calls.

@@ -159,6 +159,30 @@ def test_a_template_whose_calls_have_no_grammar_is_refused_by_the_formats_name()
 
 
 @pytest.mark.parametrize(
+    ("parameters", "key"),
+    [
+        ({"properties": None}, "properties"),
+        ({"properties": [1]}, "properties"),
+        ({"properties": {"a": None}}, "properties.a"),
+        ({"properties": {"a": {"enum": 5}}}, "properties.a.enum"),
+        ({"required": None}, "required"),
+        ({"required": 5}, "required"),
+        ({"required": [[]]}, "required"),
+        ({"$defs": 5}, r"\$defs"),
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused_by_tool_and_key(
+    parameters: dict[str, Any], key: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequest, match=f"{key} in the parameters of f ") as refused:
+        in_form(requested(matching_schema(ANSWER), tools), form_of("fields"))
+    assert refused.value.param == "tools"
+    with pytest.raises(InvalidRequest, match=f"{key} in the parameters of f "):
+        requested(None, tools, "required")
+
+
+@pytest.mark.parametrize(
     "parameters", [{}, {"properties": {"a": {"type": "integer"}}}, {"type": ["object", "null"]}]
 )
 def test_forced_arguments_are_objects_whatever_the_schema_leaves_out(

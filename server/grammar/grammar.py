@@ -14,13 +14,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from msgspec import DecodeError, Meta, Struct, convert
 from msgspec.json import decode, encode
 
 from server.errors import InvalidRequest
-from server.text.answer_form import AnswerForm, CallSyntax
+from server.text.answer_form import MAX_MARKER_CHARS, AnswerForm, CallSyntax
 
 # Bound on all schemas of one request, and on its tools. llguidance compiles larger ones, but each step would have to
 # carry them.
@@ -39,6 +40,8 @@ OPTIONS_DIRECTIVE = "%llguidance"
 # Parts of a regular expression that stand otherwise between slashes: escaped characters are taken as they are.
 REGEX_PART = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 IN_LITERAL = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
+# Any text, in a regular expression.
+ANY = r"(.|\n)*"
 CALL_BEGIN, CALL_MIDDLE, CALL_END = '{"name":', ',"arguments":', "}"
 # Of a free answer, where the chat template shows no calls.
 COMPACT_CALL = CallSyntax("json")
@@ -92,8 +95,12 @@ def matching_schema(
 
 def matching_regex(regex: str, param: str) -> Grammar:
     """Return the grammar of texts that a regular expression matches as a whole, in the syntax of Rust's regex."""
-    literal = REGEX_PART.sub(lambda part: IN_LITERAL.get(part[0], part[0]), regex)
-    return _checked(f"start: /{literal}/\n", param)
+    return _checked(f"start: /{_literal(regex)}/\n", param)
+
+
+def _literal(regex: str) -> str:
+    """Return a regular expression as it stands between slashes."""
+    return REGEX_PART.sub(lambda part: IN_LITERAL.get(part[0], part[0]), regex)
 
 
 def one_of(choices: Sequence[str], param: str) -> Grammar:
@@ -491,6 +498,8 @@ def _ill_typed(name: str, key: str, needed: str) -> InvalidRequest:
     )
 
 
+# Special tokens that one form's markup may have.
+MAX_MARKUP_TOKENS = 64
 # White space that may follow reasoning and calls.
 SPACE = r"/[ \t\n]{1,4}/"
 
@@ -506,24 +515,67 @@ def in_form(requested: Requested, form: AnswerForm) -> Requested:
     grammar = requested.grammar
     if grammar is None:
         return requested
+    markup = _markup_of(form)
     if requested.tools and requested.form == "free":
-        grammar = _or_calls(grammar, requested, form)
+        grammar = _or_calls(grammar, requested, form.calls or COMPACT_CALL, markup)
     if form.reasoning is not None:
         opening, closing = form.reasoning
-        begin = "" if form.is_reasoning else _marker(opening, form.special)
+        begin = "" if form.is_reasoning else markup.lark(opening)
         lines = [
             f"start: thought{'' if form.is_reasoning else '?'} answer",
             f"thought: {begin} thought_text {SPACE}?",
-            _text_up_to("thought_text", closing, form),
+            markup.text_up_to("thought_text", closing),
             _nested("answer", grammar),
         ]
         grammar = _checked("\n".join(lines), grammar.param)
     return replace(requested, grammar=grammar)
 
 
-def _or_calls(grammar: Grammar, requested: Requested, form: AnswerForm) -> Grammar:
+@dataclass(frozen=True, slots=True)
+class _Markup:
+    """Writes a form's markup in llguidance's form of Lark, where special tokens are named by id.
+
+    Args:
+        ids: of the special tokens that are parts of the markup, by text.
+        pattern: finds them, in a group; None if there are none.
+    """
+
+    ids: Mapping[str, int]
+    pattern: re.Pattern[str] | None
+
+    def lark(self, text: str) -> str:
+        """Return markup as a sequence of texts and special tokens."""
+        if self.pattern is None:
+            return _text(text)
+        parts = self.pattern.split(text)
+        return " ".join(
+            f"<[{self.ids[part]}]>" if part in self.ids else _text(part) for part in parts if part
+        )
+
+    def text_up_to(self, rule: str, end: str) -> str:
+        """Return a rule for any text up to the first occurrence of a marker, which is a part of it."""
+        if end not in self.ids:
+            return f"{rule}[suffix={_text(end)}]: /{ANY}/"
+        # A special token's text can be written with other tokens, too, and parsers end at either.
+        return f"{rule}: {rule.upper()} <[{self.ids[end]}]>\n{rule.upper()}: /{ANY}/ & {_without(end)}"
+
+
+def _markup_of(form: AnswerForm) -> _Markup:
+    """Return the markup of a form, whose special tokens may be many more than those in its markup."""
+    text = "\n".join((*(form.reasoning or ()), *(form.calls.texts() if form.calls else ())))
+    found = ((token, id_) for id_, token in form.special.items() if 0 < len(token) <= MAX_MARKER_CHARS)
+    ids = dict(islice(((token, id_) for token, id_ in found if token in text), MAX_MARKUP_TOKENS))
+    longest_first = sorted(ids, key=len, reverse=True)
+    return _Markup(ids, re.compile(f"({'|'.join(map(re.escape, longest_first))})") if ids else None)
+
+
+def _without(text: str) -> str:
+    """Return the terminal of texts that lack a text."""
+    return f"~/{ANY}{_literal(re.escape(text))}{ANY}/"
+
+
+def _or_calls(grammar: Grammar, requested: Requested, syntax: CallSyntax, markup: _Markup) -> Grammar:
     """Return the grammar of an answer that matches one, or that consists of calls."""
-    syntax = form.calls or COMPACT_CALL
     if (syntax.tag and not syntax.middle) or syntax.kind == "channels":
         raise InvalidRequest(
             f"{grammar.param} with tools that may be called is not supported by this model's chat template: set "
@@ -534,10 +586,10 @@ def _or_calls(grammar: Grammar, requested: Requested, form: AnswerForm) -> Gramm
     names = [f"call_{number}" for number in range(len(schemas))]
     rules = []
     for name, schema in zip(names, schemas, strict=True):
-        begin = _marker(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"), form.special)
-        arguments, end = _json(schema.parameters), _marker(syntax.end.strip(), form.special)
+        begin = markup.lark(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"))
+        arguments, end = _json(schema.parameters), markup.lark(syntax.end.strip())
         if syntax.kind == "fields":
-            arguments, own_rules = _fields(name, schema, syntax, form, grammar.param)
+            arguments, own_rules = _fields(name, schema, syntax, markup, grammar.param)
             rules += own_rules
         elif not syntax.tag:
             # In the tokens that llguidance makes of schemas: it does not go back where one is the beginning of another.
@@ -564,7 +616,7 @@ def _or_calls(grammar: Grammar, requested: Requested, form: AnswerForm) -> Gramm
 
 
 def _fields(
-    name: str, schema: ToolSchema, syntax: CallSyntax, form: AnswerForm, param: str
+    name: str, schema: ToolSchema, syntax: CallSyntax, markup: _Markup, param: str
 ) -> tuple[str, list[str]]:
     """Return the grammar of arguments that are written one by one, in the schema's order, and its rules."""
     properties = schema.parameters.get("properties", {})
@@ -577,7 +629,7 @@ def _fields(
             param,
         )
     field, key_end, value_end = syntax.field
-    end = _marker(value_end.strip(), form.special)
+    end = markup.lark(value_end.strip())
     shared = {key: schema.parameters[key] for key in ("$defs", "definitions") if key in schema.parameters}
     required = schema.parameters.get("required", ())
     terms, rules = list[str](), list[str]()
@@ -588,20 +640,13 @@ def _fields(
             value = f"({' | '.join(_text(str(choice)) for choice in own['enum'])}) {SPACE}? {end}"
         elif is_text:
             value = f"{rule}_text"
-            rules.append(_text_up_to(value, value_end.strip(), form))
+            rules.append(markup.text_up_to(value, value_end.strip()))
         else:
             value = f"{_json({**shared, **own})} {SPACE}? {end}"
-        begin = _marker(field + key + key_end.rstrip("\n"), form.special)
+        begin = markup.lark(field + key + key_end.rstrip("\n"))
         rules.append(f"{rule}: {begin} {SPACE}? {value} {SPACE}?")
         terms.append(rule if key in required else f"{rule}?")
     return f"{SPACE}? {' '.join(terms)}", rules
-
-
-def _text_up_to(rule: str, end: str, form: AnswerForm) -> str:
-    """Return a rule for any text up to the first occurrence of a marker, which is a part of it."""
-    if end in form.special.values():
-        return f"{rule}: /(.|\\n)*/ {_marker(end, form.special)}"
-    return f"{rule}[suffix={_text(end)}]: /(.|\\n)*/"
 
 
 def _quoted(text: str) -> str:
@@ -611,12 +656,3 @@ def _quoted(text: str) -> str:
 def _nested(rule: str, grammar: Grammar) -> str:
     """Return a rule for texts of a grammar, whose rules keep their names."""
     return f"{rule}: %lark {{\n{grammar.text}}}\n"
-
-
-def _marker(text: str, special: Mapping[int, str]) -> str:
-    """Return markup in llguidance's form of Lark, where special tokens are named by id."""
-    ids = {token: token_id for token_id, token in special.items()}
-    if not ids:
-        return _text(text)
-    parts = re.split(f"({'|'.join(map(re.escape, sorted(ids, key=len, reverse=True)))})", text)
-    return " ".join(f"<[{ids[part]}]>" if part in ids else _text(part) for part in parts if part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def takes(vocabulary: LLTokenizer, grammar: Grammar | None, text: str) -> bool:
     return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
 
 
+def takes_ids(vocabulary: LLTokenizer, grammar: Grammar | None, *parts: str | int) -> bool:
+    """Return whether texts, in tokens of one character, and special tokens match a grammar as a whole."""
+    assert grammar is not None
+    matcher = LLMatcher(vocabulary, grammar.text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = [
+        id_
+        for part in parts
+        for id_ in (
+            [part] if isinstance(part, int) else TOKENIZER.encode(list(part), is_split_into_words=True)
+        )
+    ]
+    return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
+
+
 def special_form(name: str) -> AnswerForm:
     return form_of(name).with_special(SPECIAL_TOKENS)
 
@@ -82,6 +98,51 @@ def test_where_the_prompt_opens_the_reasoning_the_answer_follows_its_end(vocabul
         answer = arguments if asked.called else f'[{{"name":"add","arguments":{arguments}}}]'
         assert takes(vocabulary, grammar, f"So\n</think>\n\n{answer}")
         assert not takes(vocabulary, grammar, answer)
+
+
+def test_reasoning_ends_at_its_marker_also_where_that_is_written_as_text(vocabulary: LLTokenizer) -> None:
+    form = special_form("named")
+    ids = {text: token_id for token_id, text in form.special.items()}
+    begin, end = ids["[THINK]"], ids["[/THINK]"]
+    choice = NamedTool("function", FunctionName("now"))
+    for asked in (requested(matching_schema(ANSWER)), requested(None, TOOLS, choice)):
+        grammar = in_form(asked, form).grammar
+        answer = "{}" if asked.called else '{"a":1}'
+        assert takes_ids(vocabulary, grammar, begin, "I say [/THINK ok", end, answer)
+        assert takes_ids(vocabulary, grammar, begin, end, answer)
+        assert not takes_ids(vocabulary, grammar, begin, "I say [/THINK] ok", end, answer)
+
+
+def test_a_grammar_costs_little_where_a_tokenizer_has_thousands_of_special_tokens() -> None:
+    form = special_form("fields")
+    special = {number: f"<|{number}|>" for number in range(4096)}
+    many = AnswerForm(form.reasoning, False, form.calls, {**special, 5000: "<tool_call>"}, "")
+    parameters = {
+        "type": "object",
+        "properties": {f"key{number}": {"type": "string"} for number in range(400)},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked = requested(matching_schema(ANSWER), tools)
+    started = time.process_time()
+    grammar = in_form(asked, many).grammar
+    # A pattern of all special tokens for each key takes over a second.
+    assert time.process_time() - started < 0.3
+    assert grammar is not None
+    assert "<[5000]>" in grammar.text
+
+
+def test_the_special_tokens_of_a_markup_are_bounded() -> None:
+    form = special_form("json")
+    assert form.calls is not None
+    markup = "".join(chr(number) for number in range(0x4E00, 0x4E00 + 900))
+    special = {
+        number: markup[start : start + size]
+        for number, (start, size) in enumerate((start, size) for start in range(800) for size in range(1, 42))
+    }
+    huge = AnswerForm((markup, "</think>"), False, form.calls, special)
+    started = time.process_time()
+    in_form(requested(matching_schema(ANSWER), TOOLS), huge)
+    assert time.process_time() - started < 0.3
 
 
 @pytest.mark.parametrize("name", [*CALLABLE, "none"])

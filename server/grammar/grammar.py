@@ -21,6 +21,7 @@ from msgspec import DecodeError, Meta, Struct, convert
 from msgspec.json import decode, encode
 
 from server.errors import InvalidRequest
+from server.grammar.field_values import ANY, FieldValue, field_value
 from server.text.answer_form import MAX_MARKER_CHARS, AnswerForm, CallSyntax
 
 # Bound on all schemas of one request, and on its tools. llguidance compiles larger ones, but each step would have to
@@ -40,8 +41,6 @@ OPTIONS_DIRECTIVE = "%llguidance"
 # Parts of a regular expression that stand otherwise between slashes: escaped characters are taken as they are.
 REGEX_PART = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 IN_LITERAL = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
-# Any text, in a regular expression.
-ANY = r"(.|\n)*"
 CALL_BEGIN, CALL_MIDDLE, CALL_END = '{"name":', ',"arguments":', "}"
 # Of a free answer, where the chat template shows no calls.
 COMPACT_CALL = CallSyntax("json")
@@ -498,6 +497,13 @@ def _ill_typed(name: str, key: str, needed: str) -> InvalidRequest:
     )
 
 
+# Keywords of parameters that say more than which properties there are.
+BESIDE_PROPERTIES = frozenset(
+    (
+        "anyOf", "oneOf", "allOf", "$ref", "not", "if", "enum", "const", "minProperties", "maxProperties",
+        "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
+    )
+)  # fmt: skip
 # Special tokens that one form's markup may have.
 MAX_MARKUP_TOKENS = 64
 # White space that may follow reasoning and calls.
@@ -517,7 +523,8 @@ def in_form(requested: Requested, form: AnswerForm) -> Requested:
         return requested
     markup = _markup_of(form)
     if requested.tools and requested.form == "free":
-        grammar = _or_calls(grammar, requested, form.calls or COMPACT_CALL, markup)
+        grammar, tools = _or_calls(grammar, requested, form.calls or COMPACT_CALL, markup)
+        requested = replace(requested, tools=tools)
     if form.reasoning is not None:
         opening, closing = form.reasoning
         begin = "" if form.is_reasoning else markup.lark(opening)
@@ -559,6 +566,20 @@ class _Markup:
         # A special token's text can be written with other tokens, too, and parsers end at either.
         return f"{rule}: {rule.upper()} <[{self.ids[end]}]>\n{rule.upper()}: /{ANY}/ & {_without(end)}"
 
+    def value_up_to(self, rule: str, value: FieldValue, end: str) -> list[str]:
+        """Return rules for the text of a value and a marker, with the line breaks that parsers take off."""
+        # One terminal, as llguidance does not go back where a marker begins like the text before it.
+        whole, text = f"{rule.upper()}_WHOLE", f"{rule.upper()}_TEXT"
+        listed = [_text(each) for each in value.choices or ()]
+        lacking = [_without(end), r"~/\n(.|\n)*/", r"~/(.|\n)*\n/"]
+        rules = []
+        if value.regexes:
+            rules.append(f"{text}: {' & '.join([f'/{_literal(each)}/' for each in value.regexes] + lacking)}")
+            listed.append(text)
+        last = f"<[{self.ids[end]}]>" if end in self.ids else ""
+        own = f'"\\n"? ({" | ".join(listed)}) "\\n"?'
+        return [*rules, f"{whole}: {own if last else f'{own} {_text(end)}'}", f"{rule}: {whole} {last}"]
+
 
 def _markup_of(form: AnswerForm) -> _Markup:
     """Return the markup of a form, whose special tokens may be many more than those in its markup."""
@@ -574,23 +595,30 @@ def _without(text: str) -> str:
     return f"~/{ANY}{_literal(re.escape(text))}{ANY}/"
 
 
-def _or_calls(grammar: Grammar, requested: Requested, syntax: CallSyntax, markup: _Markup) -> Grammar:
-    """Return the grammar of an answer that matches one, or that consists of calls."""
+def _or_calls(
+    grammar: Grammar, requested: Requested, syntax: CallSyntax, markup: _Markup
+) -> tuple[Grammar, bytes]:
+    """Return the grammar of an answer that matches one, or that consists of calls; and the tools with all types."""
     if (syntax.tag and not syntax.middle) or syntax.kind == "channels":
         raise InvalidRequest(
             f"{grammar.param} with tools that may be called is not supported by this model's chat template: set "
             "tool_choice to none or required",
             grammar.param,
         )
-    schemas = [_schema(tool) for tool in convert(decode(requested.tools), list[Tool])]
+    tools = decode(requested.tools)
+    schemas = [_schema(tool) for tool in convert(tools, list[Tool])]
     names = [f"call_{number}" for number in range(len(schemas))]
     rules = []
-    for name, schema in zip(names, schemas, strict=True):
+    for name, schema, tool in zip(names, schemas, tools, strict=True):
         begin = markup.lark(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"))
         arguments, end = _json(schema.parameters), markup.lark(syntax.end.strip())
         if syntax.kind == "fields":
-            arguments, own_rules = _fields(name, schema, syntax, markup, grammar.param)
+            values = _values(schema, grammar.param)
+            arguments, own_rules = _fields(name, schema, values, syntax, markup)
             rules += own_rules
+            for key, value in values.items():
+                if value.types:
+                    tool["function"]["parameters"]["properties"][key]["type"] = value.types
         elif not syntax.tag:
             # In the tokens that llguidance makes of schemas: it does not go back where one is the beginning of another.
             parts = (
@@ -612,39 +640,53 @@ def _or_calls(grammar: Grammar, requested: Requested, syntax: CallSyntax, markup
         *rules,
         _nested("answer", grammar),
     ]
-    return _checked("\n".join(lines), grammar.param)
+    return _checked("\n".join(lines), grammar.param), encode(tools)
+
+
+def _values(schema: ToolSchema, param: str) -> dict[str, FieldValue]:
+    """Return how arguments that are written one by one are, by key."""
+    hint = f"change {schema.name}, or set tool_choice to none or required"
+    properties, required = schema.parameters.get("properties", {}), schema.parameters.get("required", ())
+    if (
+        BESIDE_PROPERTIES & schema.parameters.keys()
+        or not all(isinstance(each, dict) for each in properties.values())
+        or not properties.keys() >= {*required}
+    ):
+        raise InvalidRequest(
+            f"{param} with tools that may be called needs parameters that are plain properties: {hint}", param
+        )
+    values = {key: field_value(own, schema.parameters) for key, own in properties.items()}
+    for key, value in values.items():
+        if value is None:
+            raise InvalidRequest(
+                f"{param} with tools that may be called: {key} of {schema.name} may be a string, which this model "
+                f"writes without quotes, and cannot be held to its schema: {hint}",
+                param,
+            )
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _fields(
-    name: str, schema: ToolSchema, syntax: CallSyntax, markup: _Markup, param: str
+    name: str, schema: ToolSchema, values: Mapping[str, FieldValue], syntax: CallSyntax, markup: _Markup
 ) -> tuple[str, list[str]]:
     """Return the grammar of arguments that are written one by one, in the schema's order, and its rules."""
-    properties = schema.parameters.get("properties", {})
-    if {"anyOf", "oneOf", "allOf", "$ref"} & schema.parameters.keys() or not all(
-        isinstance(each, dict) for each in properties.values()
-    ):
-        raise InvalidRequest(
-            f"{param} with tools that may be called needs parameters that are plain properties: change those of "
-            f"{schema.name}, or set tool_choice to none or required",
-            param,
-        )
     field, key_end, value_end = syntax.field
-    end = markup.lark(value_end.strip())
+    end = value_end.strip()
     shared = {key: schema.parameters[key] for key in ("$defs", "definitions") if key in schema.parameters}
     required = schema.parameters.get("required", ())
     terms, rules = list[str](), list[str]()
-    for number, (key, own) in enumerate(properties.items()):
+    for number, (key, value) in enumerate(values.items()):
         rule = f"{name}_{number}"
-        is_text = own.get("type", "string") == "string"
-        if is_text and own.get("enum"):
-            value = f"({' | '.join(_text(str(choice)) for choice in own['enum'])}) {SPACE}? {end}"
-        elif is_text:
-            value = f"{rule}_text"
-            rules.append(markup.text_up_to(value, value_end.strip()))
+        text = f"{rule}_value"
+        if value.is_json:
+            own = schema.parameters["properties"][key]
+            rules.append(f"{text}: {SPACE}? {_json({**shared, **own})} {SPACE}? {markup.lark(end)}")
+        elif value.choices or value.regexes:
+            rules += markup.value_up_to(text, value, end)
         else:
-            value = f"{_json({**shared, **own})} {SPACE}? {end}"
+            rules.append(markup.text_up_to(text, end))
         begin = markup.lark(field + key + key_end.rstrip("\n"))
-        rules.append(f"{rule}: {begin} {SPACE}? {value} {SPACE}?")
+        rules.append(f"{rule}: {begin} {text} {SPACE}?")
         terms.append(rule if key in required else f"{rule}?")
     return f"{SPACE}? {' '.join(terms)}", rules
 

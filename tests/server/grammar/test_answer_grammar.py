@@ -179,6 +179,87 @@ def test_beside_tools_that_may_be_called_an_answer_matches_its_schema_or_calls_t
     assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [("add", good)]
 
 
+OPTIONAL_INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize("name", ["fields", "pairs"])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (OPTIONAL_INTEGER, {"3": 3, "null": None}, ["x", "1.5"]),
+        ({"$ref": "#/$defs/count"}, {"3": 3}, ["x", "-1"]),
+        ({"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]}, {"3": 3, "null": None}, ["-1"]),
+        ({"const": 5}, {"5": 5}, ["6", "x"]),
+        ({"enum": [1, True, None]}, {"1": 1, "true": True, "null": None}, ["2", "x"]),
+        ({"$ref": "#/$defs/color"}, {"red": "red"}, ["green", '"red"', " red", ""]),
+        ({"enum": ["null", "a"]}, {"null": "null"}, ["None"]),
+        ({"enum": ["a", "ab", None]}, {"a": "a", "ab": "ab", "null": None}, ["abc", "b"]),
+        ({"type": ["string", "null"]}, {"abc": "abc", "null": None, '"a"': '"a"', "": ""}, []),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"a b": "a b", "3": 3}, []),
+        ({"type": "string", "maxLength": 3}, {"abc": "abc", "</p": "</p", "": ""}, ["abcd"]),
+        ({"type": "string", "pattern": "^a+$"}, {"aa": "aa"}, ["", "ab", "ba"]),
+        ({"type": "string", "pattern": r"\d|x/", "minLength": 2}, {"a1": "a1", "x/": "x/"}, ["1", "ab"]),
+        ({"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}, {"n": "n", "null": None}, ["nn"]),
+        ({"description": "any"}, {"x": "x"}, []),
+    ],
+)
+def test_fields_match_their_schemas_and_are_read_as_they_are_held_to(
+    name: str, schema: dict[str, Any], good: dict[str, Any], bad: list[str], vocabulary: LLTokenizer
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"n": schema},
+        "required": ["n"],
+        "$defs": {
+            "count": {"type": "integer", "minimum": 0},
+            "color": {"enum": ["red", "blue"], "type": "string"},
+        },
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    form = form_of(name)
+    asked = in_form(requested(matching_schema(ANSWER), tools), form)
+
+    def answer(text: str) -> str:
+        return written(name, {"content": "", "tool_calls": [call("f", {"n": text})]}).strip()
+
+    for text, value in good.items():
+        assert takes(vocabulary, asked.grammar, answer(text)), text
+        (found,) = parsed(form, [answer(text)], asked).calls
+        assert json.loads(found.arguments) == {"n": value}
+    for text in bad:
+        assert not takes(vocabulary, asked.grammar, answer(text)), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]},
+        {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 5}]},
+        {"enum": ["1", 1]},
+        {"type": "string", "not": {"const": "a"}},
+        {"type": "string", "pattern": "a(?!b)"},
+        {"type": "string", "pattern": "^a|b$"},
+        {"type": "string", "pattern": r"\bword"},
+        {"type": "string", "maxLength": "3"},
+        {"enum": []},
+        {"$ref": "#/$defs/none"},
+        {"$ref": "#/$defs/endless"},
+        {"items": {"type": "string"}},
+    ],
+)
+def test_strings_in_fields_that_cannot_be_held_to_their_schema_are_refused_by_key(
+    schema: dict[str, Any],
+) -> None:
+    parameters = {
+        "properties": {"n": schema},
+        "$defs": {"endless": {"anyOf": [{"$ref": "#/$defs/endless"}] * 2}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequest, match="n of f may be a string") as refused:
+        in_form(requested(matching_schema(ANSWER), tools), form_of("fields"))
+    assert refused.value.param == "response_format"
+
+
 @pytest.mark.parametrize("name", ["bare", "none"])
 def test_an_answer_in_json_may_have_the_keys_of_a_call(name: str, vocabulary: LLTokenizer) -> None:
     form = AnswerForm() if name == "none" else special_form(name)

@@ -9,12 +9,20 @@ from typing import Any
 
 # Any text, in a regular expression.
 ANY = r"(.|\n)*"
+# Keywords of parameters that say more than which properties there are.
+BESIDE_PROPERTIES = frozenset(
+    (
+        "anyOf", "oneOf", "allOf", "$ref", "not", "if", "enum", "const", "minProperties", "maxProperties",
+        "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
+    )
+)  # fmt: skip
 # Keywords that say nothing of a value.
 REMARKS = frozenset(
     ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly")
 )
-# Parts of one schema that are read: branches and references.
-MAX_PARTS = 256
+# Keywords, branches and listed values of one request that are read, those behind each reference again; more than a
+# request has without references.
+MAX_PARTS = 1 << 16
 JSON_TYPES = (
     (bool, "boolean"),
     (str, "string"),
@@ -51,59 +59,71 @@ class FieldValue:
     is_json: bool = False
 
 
-def field_value(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> FieldValue | None:
-    """Return how values are written; None where text does not tell which it is, or cannot be held to the schema."""
-    branches = _branches(schema, definitions)
-    if branches is None:
-        return None
-    types = [each for branch in branches for each in _types_of(branch)]
-    known = tuple(dict.fromkeys(types))
-    if all(branch.keys() <= {"type"} for branch in branches) and ("string" in known or not known):
-        return FieldValue(known)
-    if not all(map(_types_of, branches)):
-        return None
-    if "string" not in known:
-        return FieldValue(known, is_json=True)
-    others = [branch for branch in branches if branch != {"type": "null"}]
-    nulls = ("null",) if len(others) < len(branches) else ()
-    if not {*known} <= {"string", "null"}:
-        return None
-    if all(
-        branch.keys() & {"enum", "const"} and branch.keys() <= {"type", "enum", "const"} for branch in others
-    ):
-        values = [value for branch in others for value in _values_of(branch)]
-        texts = ["null" if value is None else str(value) for value in values]
-        return FieldValue(known, (*dict.fromkeys(texts), *nulls))
-    if len(others) != 1 or not others[0].keys() <= {"type", "pattern", "minLength", "maxLength"}:
-        return None
-    regexes = _regexes(others[0])
-    return None if regexes is None else FieldValue(known, nulls or None, regexes)
+class FieldReader:
+    """Reads the schemas of one request's arguments, at most `MAX_PARTS` of their parts."""
 
+    def __init__(self) -> None:
+        self._left = MAX_PARTS
 
-def _branches(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the schemas of which a value matches one, without remarks and references; None if they cannot be told."""
-    pending, found = [schema], list[dict[str, Any]]()
-    for _ in range(MAX_PARTS):
-        if not pending:
-            return found
-        own = {key: value for key, value in pending.pop(0).items() if key not in REMARKS}
-        key = next(iter(own), "") if len(own) == 1 else ""
-        value = own.get(key)
-        parts: Any = [own]
-        if key in ("anyOf", "oneOf") or (key == "allOf" and isinstance(value, list) and len(value) == 1):
-            parts = value
-        elif key == "$ref":
-            named = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-            parts = [] if named is None else [definitions.get(named[1], {}).get(named[2])]
-        elif isinstance(own.get("type"), list):
-            parts = [{**own, "type": each} for each in own["type"]]
-        else:
-            found.append(own)
-            continue
-        if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+    def value(self, schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> FieldValue | None:
+        """Return how values are written; None where text does not tell which it is, or cannot be held to the schema."""
+        branches = self._branches(schema, definitions)
+        if branches is None:
             return None
-        pending += parts
-    return None
+        types = [each for branch in branches for each in _types_of(branch)]
+        known = tuple(dict.fromkeys(types))
+        if all(branch.keys() <= {"type"} for branch in branches) and ("string" in known or not known):
+            return FieldValue(known)
+        if not all(map(_types_of, branches)):
+            return None
+        if "string" not in known:
+            return FieldValue(known, is_json=True)
+        others = [branch for branch in branches if branch != {"type": "null"}]
+        nulls = ("null",) if len(others) < len(branches) else ()
+        if not {*known} <= {"string", "null"}:
+            return None
+        if all(
+            branch.keys() & {"enum", "const"} and branch.keys() <= {"type", "enum", "const"}
+            for branch in others
+        ):
+            values = [value for branch in others for value in _values_of(branch)]
+            texts = ["null" if value is None else str(value) for value in values]
+            return FieldValue(known, (*dict.fromkeys(texts), *nulls))
+        if len(others) != 1 or not others[0].keys() <= {"type", "pattern", "minLength", "maxLength"}:
+            return None
+        regexes = _regexes(others[0])
+        return None if regexes is None else FieldValue(known, nulls or None, regexes)
+
+    def _branches(
+        self, schema: Mapping[str, Any], definitions: Mapping[str, Any]
+    ) -> list[dict[str, Any]] | None:
+        """Return the schemas of which a value matches one, without remarks and references; None if there are none."""
+        pending, found = [schema], list[dict[str, Any]]()
+        while pending:
+            schema = pending.pop()
+            self._left -= (
+                sum(len(each) for each in (schema, *schema.values()) if isinstance(each, dict | list)) + 1
+            )
+            if self._left < 0:
+                return None
+            own = {key: value for key, value in schema.items() if key not in REMARKS}
+            key = next(iter(own), "") if len(own) == 1 else ""
+            value = own.get(key)
+            parts: Any = [own]
+            if key in ("anyOf", "oneOf") or (key == "allOf" and isinstance(value, list) and len(value) == 1):
+                parts = value
+            elif key == "$ref":
+                named = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+                parts = [] if named is None else [definitions.get(named[1], {}).get(named[2])]
+            elif isinstance(own.get("type"), list):
+                parts = [{**own, "type": each} for each in own["type"]]
+            else:
+                found.append(own)
+                continue
+            if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+                return None
+            pending += reversed(parts)
+        return found
 
 
 def _values_of(branch: Mapping[str, Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from msgspec import DecodeError, Meta, Struct, convert
 from msgspec.json import decode, encode
 
 from server.errors import InvalidRequest
-from server.grammar.field_values import ANY, FieldValue, field_value
+from server.grammar.field_values import ANY, BESIDE_PROPERTIES, FieldReader, FieldValue
 from server.text.answer_form import MAX_MARKER_CHARS, AnswerForm, CallSyntax
 
 # Bound on all schemas of one request, and on its tools. llguidance compiles larger ones, but each step would have to
@@ -497,13 +497,6 @@ def _ill_typed(name: str, key: str, needed: str) -> InvalidRequest:
     )
 
 
-# Keywords of parameters that say more than which properties there are.
-BESIDE_PROPERTIES = frozenset(
-    (
-        "anyOf", "oneOf", "allOf", "$ref", "not", "if", "enum", "const", "minProperties", "maxProperties",
-        "patternProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
-    )
-)  # fmt: skip
 # Special tokens that one form's markup may have.
 MAX_MARKUP_TOKENS = 64
 # White space that may follow reasoning and calls.
@@ -608,12 +601,12 @@ def _or_calls(
     tools = decode(requested.tools)
     schemas = [_schema(tool) for tool in convert(tools, list[Tool])]
     names = [f"call_{number}" for number in range(len(schemas))]
-    rules = []
+    rules, reader = list[str](), FieldReader()
     for name, schema, tool in zip(names, schemas, tools, strict=True):
         begin = markup.lark(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"))
         arguments, end = _json(schema.parameters), markup.lark(syntax.end.strip())
         if syntax.kind == "fields":
-            values = _values(schema, grammar.param)
+            values = _values(schema, reader, grammar.param)
             arguments, own_rules = _fields(name, schema, values, syntax, markup)
             rules += own_rules
             for key, value in values.items():
@@ -643,7 +636,7 @@ def _or_calls(
     return _checked("\n".join(lines), grammar.param), encode(tools)
 
 
-def _values(schema: ToolSchema, param: str) -> dict[str, FieldValue]:
+def _values(schema: ToolSchema, reader: FieldReader, param: str) -> dict[str, FieldValue]:
     """Return how arguments that are written one by one are, by key."""
     hint = f"change {schema.name}, or set tool_choice to none or required"
     properties, required = schema.parameters.get("properties", {}), schema.parameters.get("required", ())
@@ -655,7 +648,7 @@ def _values(schema: ToolSchema, param: str) -> dict[str, FieldValue]:
         raise InvalidRequest(
             f"{param} with tools that may be called needs parameters that are plain properties: {hint}", param
         )
-    values = {key: field_value(own, schema.parameters) for key, own in properties.items()}
+    values = {key: reader.value(own, schema.parameters) for key, own in properties.items()}
     for key, value in values.items():
         if value is None:
             raise InvalidRequest(
@@ -674,10 +667,10 @@ def _fields(
     end = value_end.strip()
     shared = {key: schema.parameters[key] for key in ("$defs", "definitions") if key in schema.parameters}
     required = schema.parameters.get("required", ())
-    terms, rules = list[str](), list[str]()
+    terms, rules, size = list[str](), list[str](), 0
     for number, (key, value) in enumerate(values.items()):
         rule = f"{name}_{number}"
-        text = f"{rule}_value"
+        text, num_before = f"{rule}_value", len(rules)
         if value.is_json:
             own = schema.parameters["properties"][key]
             rules.append(f"{text}: {SPACE}? {_json({**shared, **own})} {SPACE}? {markup.lark(end)}")
@@ -688,6 +681,9 @@ def _fields(
         begin = markup.lark(field + key + key_end.rstrip("\n"))
         rules.append(f"{rule}: {begin} {text} {SPACE}?")
         terms.append(rule if key in required else f"{rule}?")
+        # References repeat what they name.
+        size += sum(map(len, rules[num_before:]))
+        _check_size(size, "tools")
     return f"{SPACE}? {' '.join(terms)}", rules
 
 

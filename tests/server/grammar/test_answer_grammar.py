@@ -131,6 +131,26 @@ def test_a_grammar_costs_little_where_a_tokenizer_has_thousands_of_special_token
     assert "<[5000]>" in grammar.text
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"enum": list(range(5000))},
+        {"enum": [f"value {number}" for number in range(5000)]},
+        {"anyOf": [{"$ref": "#/$defs/x"}] * 5000},
+        {"type": "object", "properties": {f"key{number}": {} for number in range(5000)}},
+    ],
+)
+def test_a_schema_that_many_fields_refer_to_is_refused_before_it_costs_much(named: dict[str, Any]) -> None:
+    properties = {f"a{number}": {"$ref": "#/$defs/x"} for number in range(3000)}
+    parameters = {"properties": properties, "$defs": {"x": named}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked = requested(matching_schema(ANSWER), tools)
+    started = time.process_time()
+    with pytest.raises(InvalidRequest):
+        in_form(asked, form_of("fields"))
+    assert time.process_time() - started < 0.5
+
+
 def test_the_special_tokens_of_a_markup_are_bounded() -> None:
     form = special_form("json")
     assert form.calls is not None

@@ -72,7 +72,7 @@ class FieldReader:
             return None
         types = [each for branch in branches for each in _types_of(branch)]
         known = tuple(dict.fromkeys(types))
-        if all(branch.keys() <= {"type"} for branch in branches) and ("string" in known or not known):
+        if all(branch.keys() <= {"type"} for branch in branches) and ("string" in known or not any(branches)):
             return FieldValue(known)
         if not all(map(_types_of, branches)):
             return None

@@ -563,7 +563,10 @@ class _Markup:
         """Return rules for the text of a value and a marker, with the line breaks that parsers take off."""
         # One terminal, as llguidance does not go back where a marker begins like the text before it.
         whole, text = f"{rule.upper()}_WHOLE", f"{rule.upper()}_TEXT"
-        listed = [_text(each) for each in value.choices or ()]
+        # Parsers would read others as another text.
+        listed = [_text(each) for each in value.choices or () if end not in each and each == each.strip("\n")]
+        if not listed and not value.regexes:
+            raise InvalidRequest("tools: an enum has no value without markup of this model's calls", "tools")
         lacking = [_without(end), r"~/\n(.|\n)*/", r"~/(.|\n)*\n/"]
         rules = []
         if value.regexes:

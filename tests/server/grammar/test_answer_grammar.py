@@ -221,6 +221,7 @@ OPTIONAL_INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
         ({"type": "string", "pattern": r"\d|x/", "minLength": 2}, {"a1": "a1", "x/": "x/"}, ["1", "ab"]),
         ({"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}, {"n": "n", "null": None}, ["nn"]),
         ({"description": "any"}, {"x": "x"}, []),
+        ({"enum": ["a", "\nb", "c</parameter></arg_value>"]}, {"a": "a"}, ["b", "\nb", "c"]),
     ],
 )
 def test_fields_match_their_schemas_and_are_read_as_they_are_held_to(
@@ -262,6 +263,7 @@ def test_fields_match_their_schemas_and_are_read_as_they_are_held_to(
         {"type": "string", "pattern": r"\bword"},
         {"type": "string", "maxLength": "3"},
         {"enum": []},
+        {"type": 5},
         {"$ref": "#/$defs/none"},
         {"$ref": "#/$defs/endless"},
         {"items": {"type": "string"}},

@@ -14,13 +14,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from msgspec import DecodeError, Meta, Struct, convert
 from msgspec.json import decode, encode
 
 from server.errors import InvalidRequest
-from server.text.answer_form import AnswerForm, CallSyntax
+from server.grammar.field_values import ANY, BESIDE_PROPERTIES, FieldReader, FieldValue
+from server.text.answer_form import MAX_MARKER_CHARS, AnswerForm, CallSyntax
 
 # Bound on all schemas of one request, and on its tools. llguidance compiles larger ones, but each step would have to
 # carry them.
@@ -92,8 +94,12 @@ def matching_schema(
 
 def matching_regex(regex: str, param: str) -> Grammar:
     """Return the grammar of texts that a regular expression matches as a whole, in the syntax of Rust's regex."""
-    literal = REGEX_PART.sub(lambda part: IN_LITERAL.get(part[0], part[0]), regex)
-    return _checked(f"start: /{literal}/\n", param)
+    return _checked(f"start: /{_literal(regex)}/\n", param)
+
+
+def _literal(regex: str) -> str:
+    """Return a regular expression as it stands between slashes."""
+    return REGEX_PART.sub(lambda part: IN_LITERAL.get(part[0], part[0]), regex)
 
 
 def one_of(choices: Sequence[str], param: str) -> Grammar:
@@ -458,6 +464,7 @@ def _schema(tool: Tool) -> ToolSchema:
         return ToolSchema(name, NO_PARAMETERS)
     # Before it is walked.
     check_schema(given, "tools")
+    _check_shape(name, given)
     declared = given.get("type", "object")
     if "object" not in (declared if isinstance(declared, list) else [declared]):
         raise InvalidRequest(
@@ -467,6 +474,31 @@ def _schema(tool: Tool) -> ToolSchema:
     return ToolSchema(name, {**parameters, "type": "object"})
 
 
+def _check_shape(name: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse parameters of a tool whose keywords have values of another type than JSON schema says."""
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict):
+        raise _ill_typed(name, "properties", "an object")
+    if not (isinstance(required, list) and all(isinstance(key, str) for key in required)):
+        raise _ill_typed(name, "required", "a list of names")
+    for key in ("$defs", "definitions"):
+        if not isinstance(parameters.get(key, {}), dict):
+            raise _ill_typed(name, key, "an object")
+    for key, own in properties.items():
+        if not isinstance(own, dict | bool):
+            raise _ill_typed(name, f"properties.{key}", "an object")
+        if isinstance(own, dict) and not isinstance(own.get("enum", []), list):
+            raise _ill_typed(name, f"properties.{key}.enum", "a list")
+
+
+def _ill_typed(name: str, key: str, needed: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"tools: {key} in the parameters of {name} must be {needed}: change or omit it", "tools"
+    )
+
+
+# Special tokens that one form's markup may have.
+MAX_MARKUP_TOKENS = 64
 # White space that may follow reasoning and calls.
 SPACE = r"/[ \t\n]{1,4}/"
 
@@ -482,39 +514,107 @@ def in_form(requested: Requested, form: AnswerForm) -> Requested:
     grammar = requested.grammar
     if grammar is None:
         return requested
+    markup = _markup_of(form)
     if requested.tools and requested.form == "free":
-        grammar = _or_calls(grammar, requested, form)
+        grammar, tools = _or_calls(grammar, requested, form.calls or COMPACT_CALL, markup)
+        requested = replace(requested, tools=tools)
     if form.reasoning is not None:
         opening, closing = form.reasoning
-        begin = "" if form.is_reasoning else _marker(opening, form.special)
+        begin = "" if form.is_reasoning else markup.lark(opening)
         lines = [
             f"start: thought{'' if form.is_reasoning else '?'} answer",
             f"thought: {begin} thought_text {SPACE}?",
-            _text_up_to("thought_text", closing, form),
+            markup.text_up_to("thought_text", closing),
             _nested("answer", grammar),
         ]
         grammar = _checked("\n".join(lines), grammar.param)
     return replace(requested, grammar=grammar)
 
 
-def _or_calls(grammar: Grammar, requested: Requested, form: AnswerForm) -> Grammar:
-    """Return the grammar of an answer that matches one, or that consists of calls."""
-    syntax = form.calls or COMPACT_CALL
+@dataclass(frozen=True, slots=True)
+class _Markup:
+    """Writes a form's markup in llguidance's form of Lark, where special tokens are named by id.
+
+    Args:
+        ids: of the special tokens that are parts of the markup, by text.
+        pattern: finds them, in a group; None if there are none.
+    """
+
+    ids: Mapping[str, int]
+    pattern: re.Pattern[str] | None
+
+    def lark(self, text: str) -> str:
+        """Return markup as a sequence of texts and special tokens."""
+        if self.pattern is None:
+            return _text(text)
+        parts = self.pattern.split(text)
+        return " ".join(
+            f"<[{self.ids[part]}]>" if part in self.ids else _text(part) for part in parts if part
+        )
+
+    def text_up_to(self, rule: str, end: str) -> str:
+        """Return a rule for any text up to the first occurrence of a marker, which is a part of it."""
+        if end not in self.ids:
+            return f"{rule}[suffix={_text(end)}]: /{ANY}/"
+        # A special token's text can be written with other tokens, too, and parsers end at either.
+        return f"{rule}: {rule.upper()} <[{self.ids[end]}]>\n{rule.upper()}: /{ANY}/ & {_without(end)}"
+
+    def value_up_to(self, rule: str, value: FieldValue, end: str) -> list[str]:
+        """Return rules for the text of a value and a marker, with the line breaks that parsers take off."""
+        # One terminal, as llguidance does not go back where a marker begins like the text before it.
+        whole, text = f"{rule.upper()}_WHOLE", f"{rule.upper()}_TEXT"
+        # Parsers would read others as another text.
+        listed = [_text(each) for each in value.choices or () if end not in each and each == each.strip("\n")]
+        if not listed and not value.regexes:
+            raise InvalidRequest("tools: an enum has no value without markup of this model's calls", "tools")
+        lacking = [_without(end), r"~/\n(.|\n)*/", r"~/(.|\n)*\n/"]
+        rules = []
+        if value.regexes:
+            rules.append(f"{text}: {' & '.join([f'/{_literal(each)}/' for each in value.regexes] + lacking)}")
+            listed.append(text)
+        last = f"<[{self.ids[end]}]>" if end in self.ids else ""
+        own = f'"\\n"? ({" | ".join(listed)}) "\\n"?'
+        return [*rules, f"{whole}: {own if last else f'{own} {_text(end)}'}", f"{rule}: {whole} {last}"]
+
+
+def _markup_of(form: AnswerForm) -> _Markup:
+    """Return the markup of a form, whose special tokens may be many more than those in its markup."""
+    text = "\n".join((*(form.reasoning or ()), *(form.calls.texts() if form.calls else ())))
+    found = ((token, id_) for id_, token in form.special.items() if 0 < len(token) <= MAX_MARKER_CHARS)
+    ids = dict(islice(((token, id_) for token, id_ in found if token in text), MAX_MARKUP_TOKENS))
+    longest_first = sorted(ids, key=len, reverse=True)
+    return _Markup(ids, re.compile(f"({'|'.join(map(re.escape, longest_first))})") if ids else None)
+
+
+def _without(text: str) -> str:
+    """Return the terminal of texts that lack a text."""
+    return f"~/{ANY}{_literal(re.escape(text))}{ANY}/"
+
+
+def _or_calls(
+    grammar: Grammar, requested: Requested, syntax: CallSyntax, markup: _Markup
+) -> tuple[Grammar, bytes]:
+    """Return the grammar of an answer that matches one, or that consists of calls; and the tools with all types."""
     if (syntax.tag and not syntax.middle) or syntax.kind == "channels":
         raise InvalidRequest(
             f"{grammar.param} with tools that may be called is not supported by this model's chat template: set "
             "tool_choice to none or required",
             grammar.param,
         )
-    schemas = [_schema(tool) for tool in convert(decode(requested.tools), list[Tool])]
+    tools = decode(requested.tools)
+    schemas = [_schema(tool) for tool in convert(tools, list[Tool])]
     names = [f"call_{number}" for number in range(len(schemas))]
-    rules = []
-    for name, schema in zip(names, schemas, strict=True):
-        begin = _marker(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"), form.special)
-        arguments, end = _json(schema.parameters), _marker(syntax.end.strip(), form.special)
+    rules, reader = list[str](), FieldReader()
+    for name, schema, tool in zip(names, schemas, tools, strict=True):
+        begin = markup.lark(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"))
+        arguments, end = _json(schema.parameters), markup.lark(syntax.end.strip())
         if syntax.kind == "fields":
-            arguments, own_rules = _fields(name, schema, syntax, form, grammar.param)
+            values = _values(schema, reader, grammar.param)
+            arguments, own_rules = _fields(name, schema, values, syntax, markup)
             rules += own_rules
+            for key, value in values.items():
+                if value.types:
+                    tool["function"]["parameters"]["properties"][key]["type"] = value.types
         elif not syntax.tag:
             # In the tokens that llguidance makes of schemas: it does not go back where one is the beginning of another.
             parts = (
@@ -536,48 +636,58 @@ def _or_calls(grammar: Grammar, requested: Requested, form: AnswerForm) -> Gramm
         *rules,
         _nested("answer", grammar),
     ]
-    return _checked("\n".join(lines), grammar.param)
+    return _checked("\n".join(lines), grammar.param), encode(tools)
+
+
+def _values(schema: ToolSchema, reader: FieldReader, param: str) -> dict[str, FieldValue]:
+    """Return how arguments that are written one by one are, by key."""
+    hint = f"change {schema.name}, or set tool_choice to none or required"
+    properties, required = schema.parameters.get("properties", {}), schema.parameters.get("required", ())
+    if (
+        BESIDE_PROPERTIES & schema.parameters.keys()
+        or not all(isinstance(each, dict) for each in properties.values())
+        or not properties.keys() >= {*required}
+    ):
+        raise InvalidRequest(
+            f"{param} with tools that may be called needs parameters that are plain properties: {hint}", param
+        )
+    values = {key: reader.value(own, schema.parameters) for key, own in properties.items()}
+    for key, value in values.items():
+        if value is None:
+            raise InvalidRequest(
+                f"{param} with tools that may be called: {key} of {schema.name} may be a string, which this model "
+                f"writes without quotes, and cannot be held to its schema: {hint}",
+                param,
+            )
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _fields(
-    name: str, schema: ToolSchema, syntax: CallSyntax, form: AnswerForm, param: str
+    name: str, schema: ToolSchema, values: Mapping[str, FieldValue], syntax: CallSyntax, markup: _Markup
 ) -> tuple[str, list[str]]:
     """Return the grammar of arguments that are written one by one, in the schema's order, and its rules."""
-    properties = schema.parameters.get("properties", {})
-    if {"anyOf", "oneOf", "allOf", "$ref"} & schema.parameters.keys() or not all(
-        isinstance(each, dict) for each in properties.values()
-    ):
-        raise InvalidRequest(
-            f"{param} with tools that may be called needs parameters that are plain properties: change those of "
-            f"{schema.name}, or set tool_choice to none or required",
-            param,
-        )
     field, key_end, value_end = syntax.field
-    end = _marker(value_end.strip(), form.special)
+    end = value_end.strip()
     shared = {key: schema.parameters[key] for key in ("$defs", "definitions") if key in schema.parameters}
     required = schema.parameters.get("required", ())
-    terms, rules = list[str](), list[str]()
-    for number, (key, own) in enumerate(properties.items()):
+    terms, rules, size = list[str](), list[str](), 0
+    for number, (key, value) in enumerate(values.items()):
         rule = f"{name}_{number}"
-        is_text = own.get("type", "string") == "string"
-        if is_text and own.get("enum"):
-            value = f"({' | '.join(_text(str(choice)) for choice in own['enum'])}) {SPACE}? {end}"
-        elif is_text:
-            value = f"{rule}_text"
-            rules.append(_text_up_to(value, value_end.strip(), form))
+        text, num_before = f"{rule}_value", len(rules)
+        if value.is_json:
+            own = schema.parameters["properties"][key]
+            rules.append(f"{text}: {SPACE}? {_json({**shared, **own})} {SPACE}? {markup.lark(end)}")
+        elif value.choices or value.regexes:
+            rules += markup.value_up_to(text, value, end)
         else:
-            value = f"{_json({**shared, **own})} {SPACE}? {end}"
-        begin = _marker(field + key + key_end.rstrip("\n"), form.special)
-        rules.append(f"{rule}: {begin} {SPACE}? {value} {SPACE}?")
+            rules.append(markup.text_up_to(text, end))
+        begin = markup.lark(field + key + key_end.rstrip("\n"))
+        rules.append(f"{rule}: {begin} {text} {SPACE}?")
         terms.append(rule if key in required else f"{rule}?")
+        # References repeat what they name.
+        size += sum(map(len, rules[num_before:]))
+        _check_size(size, "tools")
     return f"{SPACE}? {' '.join(terms)}", rules
-
-
-def _text_up_to(rule: str, end: str, form: AnswerForm) -> str:
-    """Return a rule for any text up to the first occurrence of a marker, which is a part of it."""
-    if end in form.special.values():
-        return f"{rule}: /(.|\\n)*/ {_marker(end, form.special)}"
-    return f"{rule}[suffix={_text(end)}]: /(.|\\n)*/"
 
 
 def _quoted(text: str) -> str:
@@ -587,12 +697,3 @@ def _quoted(text: str) -> str:
 def _nested(rule: str, grammar: Grammar) -> str:
     """Return a rule for texts of a grammar, whose rules keep their names."""
     return f"{rule}: %lark {{\n{grammar.text}}}\n"
-
-
-def _marker(text: str, special: Mapping[int, str]) -> str:
-    """Return markup in llguidance's form of Lark, where special tokens are named by id."""
-    ids = {token: token_id for token_id, token in special.items()}
-    if not ids:
-        return _text(text)
-    parts = re.split(f"({'|'.join(map(re.escape, sorted(ids, key=len, reverse=True)))})", text)
-    return " ".join(f"<[{ids[part]}]>" if part in ids else _text(part) for part in parts if part)

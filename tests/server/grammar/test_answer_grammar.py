@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -57,6 +58,21 @@ def takes(vocabulary: LLTokenizer, grammar: Grammar | None, text: str) -> bool:
     return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
 
 
+def takes_ids(vocabulary: LLTokenizer, grammar: Grammar | None, *parts: str | int) -> bool:
+    """Return whether texts, in tokens of one character, and special tokens match a grammar as a whole."""
+    assert grammar is not None
+    matcher = LLMatcher(vocabulary, grammar.text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = [
+        id_
+        for part in parts
+        for id_ in (
+            [part] if isinstance(part, int) else TOKENIZER.encode(list(part), is_split_into_words=True)
+        )
+    ]
+    return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
+
+
 def special_form(name: str) -> AnswerForm:
     return form_of(name).with_special(SPECIAL_TOKENS)
 
@@ -82,6 +98,71 @@ def test_where_the_prompt_opens_the_reasoning_the_answer_follows_its_end(vocabul
         answer = arguments if asked.called else f'[{{"name":"add","arguments":{arguments}}}]'
         assert takes(vocabulary, grammar, f"So\n</think>\n\n{answer}")
         assert not takes(vocabulary, grammar, answer)
+
+
+def test_reasoning_ends_at_its_marker_also_where_that_is_written_as_text(vocabulary: LLTokenizer) -> None:
+    form = special_form("named")
+    ids = {text: token_id for token_id, text in form.special.items()}
+    begin, end = ids["[THINK]"], ids["[/THINK]"]
+    choice = NamedTool("function", FunctionName("now"))
+    for asked in (requested(matching_schema(ANSWER)), requested(None, TOOLS, choice)):
+        grammar = in_form(asked, form).grammar
+        answer = "{}" if asked.called else '{"a":1}'
+        assert takes_ids(vocabulary, grammar, begin, "I say [/THINK ok", end, answer)
+        assert takes_ids(vocabulary, grammar, begin, end, answer)
+        assert not takes_ids(vocabulary, grammar, begin, "I say [/THINK] ok", end, answer)
+
+
+def test_a_grammar_costs_little_where_a_tokenizer_has_thousands_of_special_tokens() -> None:
+    form = special_form("fields")
+    special = {number: f"<|{number}|>" for number in range(4096)}
+    many = AnswerForm(form.reasoning, False, form.calls, {**special, 5000: "<tool_call>"}, "")
+    parameters = {
+        "type": "object",
+        "properties": {f"key{number}": {"type": "string"} for number in range(400)},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked = requested(matching_schema(ANSWER), tools)
+    started = time.process_time()
+    grammar = in_form(asked, many).grammar
+    # A pattern of all special tokens for each key takes over a second.
+    assert time.process_time() - started < 0.3
+    assert grammar is not None
+    assert "<[5000]>" in grammar.text
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"enum": list(range(5000))},
+        {"enum": [f"value {number}" for number in range(5000)]},
+        {"anyOf": [{"$ref": "#/$defs/x"}] * 5000},
+        {"type": "object", "properties": {f"key{number}": {} for number in range(5000)}},
+    ],
+)
+def test_a_schema_that_many_fields_refer_to_is_refused_before_it_costs_much(named: dict[str, Any]) -> None:
+    properties = {f"a{number}": {"$ref": "#/$defs/x"} for number in range(3000)}
+    parameters = {"properties": properties, "$defs": {"x": named}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    asked = requested(matching_schema(ANSWER), tools)
+    started = time.process_time()
+    with pytest.raises(InvalidRequest):
+        in_form(asked, form_of("fields"))
+    assert time.process_time() - started < 0.5
+
+
+def test_the_special_tokens_of_a_markup_are_bounded() -> None:
+    form = special_form("json")
+    assert form.calls is not None
+    markup = "".join(chr(number) for number in range(0x4E00, 0x4E00 + 900))
+    special = {
+        number: markup[start : start + size]
+        for number, (start, size) in enumerate((start, size) for start in range(800) for size in range(1, 42))
+    }
+    huge = AnswerForm((markup, "</think>"), False, form.calls, special)
+    started = time.process_time()
+    in_form(requested(matching_schema(ANSWER), TOOLS), huge)
+    assert time.process_time() - started < 0.3
 
 
 @pytest.mark.parametrize("name", [*CALLABLE, "none"])
@@ -116,6 +197,89 @@ def test_beside_tools_that_may_be_called_an_answer_matches_its_schema_or_calls_t
         assert not takes(vocabulary, asked.grammar, text)
     found = parsed(form, [answer("add", good)], asked)
     assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [("add", good)]
+
+
+OPTIONAL_INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize("name", ["fields", "pairs"])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (OPTIONAL_INTEGER, {"3": 3, "null": None}, ["x", "1.5"]),
+        ({"$ref": "#/$defs/count"}, {"3": 3}, ["x", "-1"]),
+        ({"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]}, {"3": 3, "null": None}, ["-1"]),
+        ({"const": 5}, {"5": 5}, ["6", "x"]),
+        ({"enum": [1, True, None]}, {"1": 1, "true": True, "null": None}, ["2", "x"]),
+        ({"$ref": "#/$defs/color"}, {"red": "red"}, ["green", '"red"', " red", ""]),
+        ({"enum": ["null", "a"]}, {"null": "null"}, ["None"]),
+        ({"enum": ["a", "ab", None]}, {"a": "a", "ab": "ab", "null": None}, ["abc", "b"]),
+        ({"type": ["string", "null"]}, {"abc": "abc", "null": None, '"a"': '"a"', "": ""}, []),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, {"a b": "a b", "3": 3}, []),
+        ({"type": "string", "maxLength": 3}, {"abc": "abc", "</p": "</p", "": ""}, ["abcd"]),
+        ({"type": "string", "pattern": "^a+$"}, {"aa": "aa"}, ["", "ab", "ba"]),
+        ({"type": "string", "pattern": r"\d|x/", "minLength": 2}, {"a1": "a1", "x/": "x/"}, ["1", "ab"]),
+        ({"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}, {"n": "n", "null": None}, ["nn"]),
+        ({"description": "any"}, {"x": "x"}, []),
+        ({"enum": ["a", "\nb", "c</parameter></arg_value>"]}, {"a": "a"}, ["b", "\nb", "c"]),
+    ],
+)
+def test_fields_match_their_schemas_and_are_read_as_they_are_held_to(
+    name: str, schema: dict[str, Any], good: dict[str, Any], bad: list[str], vocabulary: LLTokenizer
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"n": schema},
+        "required": ["n"],
+        "$defs": {
+            "count": {"type": "integer", "minimum": 0},
+            "color": {"enum": ["red", "blue"], "type": "string"},
+        },
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    form = form_of(name)
+    asked = in_form(requested(matching_schema(ANSWER), tools), form)
+
+    def answer(text: str) -> str:
+        return written(name, {"content": "", "tool_calls": [call("f", {"n": text})]}).strip()
+
+    for text, value in good.items():
+        assert takes(vocabulary, asked.grammar, answer(text)), text
+        (found,) = parsed(form, [answer(text)], asked).calls
+        assert json.loads(found.arguments) == {"n": value}
+    for text in bad:
+        assert not takes(vocabulary, asked.grammar, answer(text)), text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]},
+        {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 5}]},
+        {"enum": ["1", 1]},
+        {"type": "string", "not": {"const": "a"}},
+        {"type": "string", "pattern": "a(?!b)"},
+        {"type": "string", "pattern": "^a|b$"},
+        {"type": "string", "pattern": r"\bword"},
+        {"type": "string", "maxLength": "3"},
+        {"enum": []},
+        {"type": 5},
+        {"$ref": "#/$defs/none"},
+        {"$ref": "#/$defs/endless"},
+        {"items": {"type": "string"}},
+    ],
+)
+def test_strings_in_fields_that_cannot_be_held_to_their_schema_are_refused_by_key(
+    schema: dict[str, Any],
+) -> None:
+    parameters = {
+        "properties": {"n": schema},
+        "$defs": {"endless": {"anyOf": [{"$ref": "#/$defs/endless"}] * 2}},
+    }
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequest, match="n of f may be a string") as refused:
+        in_form(requested(matching_schema(ANSWER), tools), form_of("fields"))
+    assert refused.value.param == "response_format"
 
 
 @pytest.mark.parametrize("name", ["bare", "none"])
@@ -156,6 +320,30 @@ def test_a_template_whose_calls_have_no_grammar_is_refused_by_the_formats_name()
     nested = {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [PARAMETERS]}}}
     with pytest.raises(InvalidRequest, match="plain properties"):
         in_form(requested(matching_schema(ANSWER), [nested]), form_of("fields"))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "key"),
+    [
+        ({"properties": None}, "properties"),
+        ({"properties": [1]}, "properties"),
+        ({"properties": {"a": None}}, "properties.a"),
+        ({"properties": {"a": {"enum": 5}}}, "properties.a.enum"),
+        ({"required": None}, "required"),
+        ({"required": 5}, "required"),
+        ({"required": [[]]}, "required"),
+        ({"$defs": 5}, r"\$defs"),
+    ],
+)
+def test_parameters_that_are_no_schema_are_refused_by_tool_and_key(
+    parameters: dict[str, Any], key: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequest, match=f"{key} in the parameters of f ") as refused:
+        in_form(requested(matching_schema(ANSWER), tools), form_of("fields"))
+    assert refused.value.param == "tools"
+    with pytest.raises(InvalidRequest, match=f"{key} in the parameters of f "):
+        requested(None, tools, "required")
 
 
 @pytest.mark.parametrize(

@@ -662,7 +662,8 @@ class AnswerOutputs(TextOutputs):
         for position, output in enumerate(outputs):
             parts, is_done = Parts(), False
             if position in new:
-                own, answer = self._texts[output.index], new[position]
+                own = self._texts[output.index]
+                answer = new[position].over(own.shown)
                 parts, own.shown = answer.behind(own.shown), answer
                 is_done = self._requested.is_single and bool(answer.calls)
             found += self._with_parts(output, parts, is_done)

@@ -51,6 +51,14 @@ class ParsedAnswer(Struct, frozen=True):
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
 
+    def over(self, shown: ParsedAnswer) -> ParsedAnswer:
+        """Return `shown` with each part of this answer that continues one; what was shown stays."""
+        return ParsedAnswer(
+            self.content if self.content.startswith(shown.content) else shown.content,
+            self.reasoning if self.reasoning.startswith(shown.reasoning) else shown.reasoning,
+            shown.calls + self.calls[len(shown.calls) :],
+        )
+
     def behind(self, shown: ParsedAnswer) -> Parts:
         """Return the parts that are not in `shown`, an answer of which this one is a continuation."""
         new = enumerate(self.calls[len(shown.calls) :], len(shown.calls))
@@ -103,14 +111,19 @@ def _parsed(template: dict[str, Any], answer: TemplateAnswer, tools: list[dict[s
                 break
         elif event["type"] == "region_chunk":
             texts[event["field"]] = texts.get(event["field"], "") + event["text"]
-    reasoning = next((texts[name] for name in REASONING_FIELDS if name in texts), "")
+    # The field that came first, so that a later one does not replace what a stream has shown.
+    reasoning = next((texts[name] for name in texts if name in REASONING_FIELDS), "")
     return ParsedAnswer(texts.get(CONTENT_FIELD, "").strip(), reasoning.strip(), tuple(calls))
 
 
 class _TemplateParser(ResponseParser):
-    """transformers' parser, for which calls that cannot be read are content."""
+    """transformers' parser, for which regions that cannot be read are content.
+
+    The text of thoughts and content is shown before it is read, so that theirs stays where it is.
+    """
 
     _begin = 0  # of the region that is open, its opening included
+    _inside = 0  # where the text of that region begins
 
     def read(self, text: str, is_whole: bool) -> list[dict[str, Any]]:
         """Return the events of a text; those of calls are of the type ``calls``."""
@@ -121,12 +134,20 @@ class _TemplateParser(ResponseParser):
             self._process(events, eos=True)
         return events
 
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        if not self._opened:
+            self._begin = self._inside = self._pos
+        super()._accumulate(events, text)
+
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, match: Any) -> None:
         super()._open_explicit(events, field, match)
-        self._begin = match.start()
+        self._begin, self._inside = match.span()
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
-        is_call, num_events = self._current == CALLS_FIELD and self._opened, len(events)
+        name, num_events = self._current, len(events)
+        # The opening of another region may have ended an implicit one.
+        end = self._inside + len(self._body) if name == self._implicit_name else self._pos
+        is_call = name == CALLS_FIELD and self._opened
         try:
             with failures_as(_Unparsed):
                 super()._close_current(events)
@@ -135,10 +156,9 @@ class _TemplateParser(ResponseParser):
                     values = value if isinstance(value, list) else [value]
                     events[-1] = {"type": "calls", "calls": [_call(each["function"]) for each in values]}
         except _Unparsed:
-            if not is_call:
-                raise
-            raw = self._buffer[self._begin : self._pos]
-            events[num_events:] = [{"type": "region_chunk", "field": CONTENT_FIELD, "text": raw}]
+            if name not in (CONTENT_FIELD, *REASONING_FIELDS):
+                raw = self._buffer[self._begin : end]
+                events[num_events:] = [{"type": "region_chunk", "field": CONTENT_FIELD, "text": raw}]
             self._reset_to_implicit()
 
 

@@ -229,6 +229,18 @@ def test_by_a_response_template_a_stream_has_the_parts_of_the_whole(
     assert parts_of(streamed) == parts_of(whole)
 
 
+@pytest.mark.parametrize("answer", ["Hello <cite>{bad</cite> there", "<think>t</think>Hello <cite>{bad"])
+def test_a_region_that_cannot_be_read_is_streamed_once(answer: str, texts: Texts, tmp_path: Path) -> None:
+    cite = {"open": "<cite>", "close": "</cite>", "content": "json"}
+    template = {**RESPONSE_TEMPLATE, "fields": {**RESPONSE_TEMPLATE["fields"], "cite": cite}}
+    streamed, whole = (
+        parts_of(by_template(texts, tmp_path, template, answer, at_once)) for at_once in (False, True)
+    )
+    assert streamed == whole
+    thought, _, content = answer.rpartition("</think>")
+    assert whole == (content, thought.removeprefix("<think>"), ())
+
+
 def test_a_stream_shows_parts_before_the_answer_has_ended(texts: Texts, tmp_path: Path) -> None:
     outputs = by_template(texts, tmp_path, RESPONSE_TEMPLATE, RESPONSE, at_once=False)
     with_text = [position for position, output in enumerate(outputs) if output.text]

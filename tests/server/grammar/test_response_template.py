@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
 from server.errors import InvalidRequest
-from server.grammar.answer_parser import ToolCall
+from server.grammar.answer_parser import Parts, ToolCall
 from server.grammar.response_template import (
     ParsedAnswer,
     TemplateAnswer,
@@ -164,6 +164,55 @@ def test_what_is_cut_or_invalid_is_content_once_and_a_stream_has_the_parts_of_th
         assert whole.content.startswith(part.content)
         assert whole.reasoning.startswith(part.reasoning)
         assert whole.calls[: len(part.calls)] == part.calls
+
+
+CITING = {**RESPONSE_TEMPLATE, "fields": {**RESPONSE_TEMPLATE["fields"], "cite": {
+    "open": "<cite>", "close": "</cite>", "content": "json",
+}}}  # fmt: skip
+NUMBERS = {**RESPONSE_TEMPLATE, "fields": {"content": {"content": "int"}, "thinking": {
+    "open": "<think>", "close": "</think>", "content": "json",
+}}}  # fmt: skip
+
+
+def parsed_by(template: dict[str, Any], answer: str, prefix: str = "", is_whole: bool = True) -> ParsedAnswer:
+    """Return the parts of an answer, or of its beginning."""
+    tokenizer = LoadedTokenizer(make_tokenizer())
+    tokenizer.fast.response_template = template
+    one = TemplateAnswer(prefix, answer, answer, is_whole, is_single=False)
+    return parse_answers(tokenizer, [one], b"")[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (CITING, "Hello <cite>{bad</cite> there", ParsedAnswer("Hello <cite>{bad</cite> there")),
+        (CITING, "<think>t</think>Hello <cite>{bad", ParsedAnswer("Hello <cite>{bad", "t")),
+        (CITING, 'Hello <cite>{"a": 1}</cite> there', ParsedAnswer("Hello  there")),
+        (NUMBERS, "<think>{bad</think>no number", ParsedAnswer("no number", "{bad")),
+    ],
+    ids=["other field", "thoughts before it", "valid", "shown as it comes"],
+)
+def test_a_region_that_cannot_be_read_is_content_once_and_other_parts_stay(
+    template: dict[str, Any], answer: str, expected: ParsedAnswer
+) -> None:
+    assert parsed_by(template, answer) == expected
+    for size in range(len(answer) + 1):
+        part = parsed_by(template, answer[:size], is_whole=False)
+        assert expected.content.startswith(part.content)
+        assert expected.reasoning.startswith(part.reasoning)
+
+
+def test_parts_that_were_shown_stay_when_a_later_parse_has_others() -> None:
+    shown = ParsedAnswer("Hello", "So", (ToolCall("add", "{}"),))
+    other = ParsedAnswer("Other", "So it is")
+    assert other.over(shown) == ParsedAnswer("Hello", "So it is", shown.calls)
+    assert other.over(shown).behind(shown) == Parts("", " it is")
+
+
+def test_thoughts_of_a_second_field_do_not_replace_those_that_were_shown() -> None:
+    fields = {**RESPONSE_TEMPLATE["fields"], "reasoning_content": {"open": "<why>", "close": "</why>"}}
+    found = parsed_by({**RESPONSE_TEMPLATE, "fields": fields}, "<think>So</think>Hi<why>Because</why>")
+    assert found == ParsedAnswer("Hi", "So")
 
 
 def test_with_one_call_at_most_the_parts_behind_it_are_left_out() -> None:

@@ -590,6 +590,7 @@ class _TemplateText:
 
     text: str = ""  # with special tokens
     visible: str = ""
+    is_cut: bool = False  # the last token does not end the answer
     shown: ParsedAnswer = field(default_factory=ParsedAnswer)
 
 
@@ -650,6 +651,8 @@ class AnswerOutputs(TextOutputs):
             own = self._texts[output.index]
             own.text += self._with_special(output)
             own.visible += output.text
+            if isinstance(output, TextToken):
+                own.is_cut = output.token_id not in self._stop_token_ids
             if self._as_it_comes or isinstance(output, SequenceEnd):
                 positions[output.index] = position
         answers = [
@@ -671,7 +674,8 @@ class AnswerOutputs(TextOutputs):
 
     def _answer(self, index: int, is_whole: bool) -> TemplateAnswer:
         own, is_single = self._texts[index], self._requested.is_single
-        return TemplateAnswer(self._form.response_prefix or "", own.text, own.visible, is_whole, is_single)
+        prefix = self._form.response_prefix or ""
+        return TemplateAnswer(prefix, own.text, own.visible, is_whole, is_single, own.is_cut)
 
     def _with_special(self, output: TextToken | SequenceEnd) -> str:
         """Return the text of an output, with a special token that belongs to the markup."""

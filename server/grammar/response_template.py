@@ -35,6 +35,7 @@ class TemplateAnswer(Struct, frozen=True):
         text: of the answer, with special tokens.
         visible: the text without special tokens.
         is_single: what follows the first call is left out.
+        is_cut: the answer ended by its length or a stop string, so that a call without its closing is content.
     """
 
     prefix: str
@@ -42,6 +43,7 @@ class TemplateAnswer(Struct, frozen=True):
     visible: str
     is_whole: bool
     is_single: bool
+    is_cut: bool = False
 
 
 class ParsedAnswer(Struct, frozen=True):
@@ -98,7 +100,7 @@ def _parsed(template: dict[str, Any], answer: TemplateAnswer, tools: list[dict[s
     try:
         with failures_as(_Unparsed):
             parser = _TemplateParser(template, answer.prefix, tools=list(tools))
-            events = parser.read(answer.text, answer.is_whole)
+            events = parser.read(answer)
     except _Unparsed:
         return ParsedAnswer(answer.visible if answer.is_whole else "")
     texts: dict[str, str] = {}
@@ -124,13 +126,15 @@ class _TemplateParser(ResponseParser):
 
     _begin = 0  # of the region that is open, its opening included
     _inside = 0  # where the text of that region begins
+    _is_cut = False
 
-    def read(self, text: str, is_whole: bool) -> list[dict[str, Any]]:
-        """Return the events of a text; those of calls are of the type ``calls``."""
+    def read(self, answer: TemplateAnswer) -> list[dict[str, Any]]:
+        """Return the events of an answer; those of calls are of the type ``calls``."""
         events: list[dict[str, Any]] = []
-        self._buffer += text
+        self._is_cut = answer.is_cut
+        self._buffer += answer.text
         self._process(events, eos=False)
-        if is_whole:
+        if answer.is_whole:
             self._process(events, eos=True)
         return events
 
@@ -150,6 +154,9 @@ class _TemplateParser(ResponseParser):
         is_call = name == CALLS_FIELD and self._opened
         try:
             with failures_as(_Unparsed):
+                # A closing that matches no text, as ``$`` does, is none of an answer that was cut.
+                if is_call and self._is_cut and self._inside + len(self._body) == len(self._buffer):
+                    raise _Unparsed("the call is cut off")
                 super()._close_current(events)
                 if is_call:
                     value = events[-1]["value"]

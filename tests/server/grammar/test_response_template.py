@@ -174,11 +174,13 @@ NUMBERS = {**RESPONSE_TEMPLATE, "fields": {"content": {"content": "int"}, "think
 }}}  # fmt: skip
 
 
-def parsed_by(template: dict[str, Any], answer: str, prefix: str = "", is_whole: bool = True) -> ParsedAnswer:
+def parsed_by(
+    template: dict[str, Any], answer: str, prefix: str = "", is_whole: bool = True, is_cut: bool = False
+) -> ParsedAnswer:
     """Return the parts of an answer, or of its beginning."""
     tokenizer = LoadedTokenizer(make_tokenizer())
     tokenizer.fast.response_template = template
-    one = TemplateAnswer(prefix, answer, answer, is_whole, is_single=False)
+    one = TemplateAnswer(prefix, answer, answer, is_whole, is_single=False, is_cut=is_cut)
     return parse_answers(tokenizer, [one], b"")[0]
 
 
@@ -200,6 +202,48 @@ def test_a_region_that_cannot_be_read_is_content_once_and_other_parts_stay(
         part = parsed_by(template, answer[:size], is_whole=False)
         assert expected.content.startswith(part.content)
         assert expected.reasoning.startswith(part.reasoning)
+
+
+INLINE = {
+    **RESPONSE_TEMPLATE,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": "<function=(?P<name>[a-z]+)>", "close_pattern": "</function>|$",
+            "repeats": True, "content": "xml-inline",
+            "content_args": {"tag_pattern": "<parameter=(?P<key>[a-z]+)>(?P<value>.*?)</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+WITHOUT_CLOSING = {**RESPONSE_TEMPLATE, "fields": {"content": {}, "tool_calls": {
+    "open": "[CALL]", "content": "json", "transform": {"function": "{content}"},
+}}}  # fmt: skip
+CUT = "<function=f><parameter=a>1</parameter><parameter=b>rm -rf /tmp/x"
+JSON_CALL = '[CALL]{"name": "f", "arguments": {"a": "1"}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [(INLINE, CUT), (WITHOUT_CLOSING, JSON_CALL), (AS_FIELDS, "<tool_call><function=f></function>")],
+)
+def test_a_call_that_is_cut_off_is_content(template: dict[str, Any], answer: str) -> None:
+    assert parsed_by(template, f"Hi {answer}", is_cut=True) == ParsedAnswer(f"Hi {answer}")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "is_cut"),
+    [
+        (INLINE, CUT, False),
+        (INLINE, CUT + "</function>", True),
+        (INLINE, CUT + "</function> more", True),
+        (WITHOUT_CLOSING, JSON_CALL, False),
+    ],
+)
+def test_a_call_that_has_its_closing_or_ends_with_its_answer_is_a_call(
+    template: dict[str, Any], answer: str, is_cut: bool
+) -> None:
+    assert parsed_by(template, f"Hi {answer}", is_cut=is_cut).calls == (ToolCall("f", '{"a": "1"}'),)
 
 
 def test_parts_that_were_shown_stay_when_a_later_parse_has_others() -> None:

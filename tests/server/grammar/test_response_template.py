@@ -246,6 +246,17 @@ def test_a_call_that_has_its_closing_or_ends_with_its_answer_is_a_call(
     assert parsed_by(template, f"Hi {answer}", is_cut=is_cut).calls == (ToolCall("f", '{"a": "1"}'),)
 
 
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '"no json"', "[1]", "null", '"[1]"'])
+def test_a_call_whose_arguments_are_no_json_object_is_content(arguments: str) -> None:
+    answer = f'<call>{{"name": "add", "arguments": {arguments}}}</call>'
+    assert parsed_by(RESPONSE_TEMPLATE, answer) == ParsedAnswer(answer)
+
+
+def test_arguments_may_stand_in_a_string() -> None:
+    answer = '<call>{"name": "add", "arguments": "{\\"a\\": 1}"}</call>'
+    assert parsed_by(RESPONSE_TEMPLATE, answer).calls == (ToolCall("add", '{"a": 1}'),)
+
+
 def test_parts_that_were_shown_stay_when_a_later_parse_has_others() -> None:
     shown = ParsedAnswer("Hello", "So", (ToolCall("add", "{}"),))
     other = ParsedAnswer("Other", "So it is")

@@ -126,12 +126,13 @@ class _TemplateParser(ResponseParser):
 
     _begin = 0  # of the region that is open, its opening included
     _inside = 0  # where the text of that region begins
+    _num_prefix = 0  # characters of the prompt, which are in no part
     _is_cut = False
 
     def read(self, answer: TemplateAnswer) -> list[dict[str, Any]]:
         """Return the events of an answer; those of calls are of the type ``calls``."""
         events: list[dict[str, Any]] = []
-        self._is_cut = answer.is_cut
+        self._is_cut, self._num_prefix = answer.is_cut, len(self._buffer)
         self._buffer += answer.text
         self._process(events, eos=False)
         if answer.is_whole:
@@ -141,7 +142,11 @@ class _TemplateParser(ResponseParser):
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
         if not self._opened:
             self._begin = self._inside = self._pos
+        num_events = len(events)
         super()._accumulate(events, text)
+        if len(events) > num_events:
+            # The end of the prompt was held back if markup may begin with it.
+            events[-1]["text"] = text[max(self._num_prefix - self._pos, 0) :]
 
     def _open_explicit(self, events: list[dict[str, Any]], field: Any, match: Any) -> None:
         super()._open_explicit(events, field, match)
@@ -164,7 +169,7 @@ class _TemplateParser(ResponseParser):
                     events[-1] = {"type": "calls", "calls": [_call(each["function"]) for each in values]}
         except _Unparsed:
             if name not in (CONTENT_FIELD, *REASONING_FIELDS):
-                raw = self._buffer[self._begin : end]
+                raw = self._buffer[max(self._begin, self._num_prefix) : end]
                 events[num_events:] = [{"type": "region_chunk", "field": CONTENT_FIELD, "text": raw}]
             self._reset_to_implicit()
 

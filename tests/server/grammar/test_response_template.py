@@ -257,6 +257,20 @@ def test_arguments_may_stand_in_a_string() -> None:
     assert parsed_by(RESPONSE_TEMPLATE, answer).calls == (ToolCall("add", '{"a": 1}'),)
 
 
+@pytest.mark.parametrize(
+    ("prefix", "answer", "expected"),
+    [
+        ("<call>", "{bad</call> x", ParsedAnswer("{bad</call> x")),
+        ("<ca", "ll>{bad</call> x", ParsedAnswer("ll>{bad</call> x")),
+        ("<ca", "t>", ParsedAnswer("t>")),
+        ("<call>", '{"name": "f", "arguments": {}}</call>', ParsedAnswer(calls=(ToolCall("f", "{}"),))),
+        ("<think>So", " it is</think>Hi", ParsedAnswer("Hi", "it is")),
+    ],
+)
+def test_text_of_the_prompt_is_in_no_part(prefix: str, answer: str, expected: ParsedAnswer) -> None:
+    assert parsed_by(RESPONSE_TEMPLATE, answer, prefix=f"<assistant>{prefix}") == expected
+
+
 def test_parts_that_were_shown_stay_when_a_later_parse_has_others() -> None:
     shown = ParsedAnswer("Hello", "So", (ToolCall("add", "{}"),))
     other = ParsedAnswer("Other", "So it is")

@@ -103,19 +103,26 @@ def _parsed(template: dict[str, Any], answer: TemplateAnswer, tools: list[dict[s
             events = parser.read(answer)
     except _Unparsed:
         return ParsedAnswer(answer.visible if answer.is_whole else "")
-    texts: dict[str, str] = {}
+    regions: dict[str, list[str]] = {}
     calls: list[ToolCall] = []
+    is_behind_unread = False
     for event in events:
-        if event["type"] == "calls":
+        kind = event["type"]
+        if kind == "calls":
             calls += event["calls"]
             if answer.is_single and calls:
                 calls = calls[:1]
                 break
-        elif event["type"] == "region_chunk":
-            texts[event["field"]] = texts.get(event["field"], "") + event["text"]
+        elif kind == "region_open" and not is_behind_unread:
+            regions.setdefault(event["field"], []).append("")
+        elif kind in ("region_chunk", "unread"):
+            regions.setdefault(event["field"], [""])[-1] += event["text"]
+        # Content goes on behind a region that cannot be read.
+        is_behind_unread = kind == "unread"
     # The field that came first, so that a later one does not replace what a stream has shown.
-    reasoning = next((texts[name] for name in texts if name in REASONING_FIELDS), "")
-    return ParsedAnswer(texts.get(CONTENT_FIELD, "").strip(), reasoning.strip(), tuple(calls))
+    reasoning = next((name for name in regions if name in REASONING_FIELDS), REASONING_FIELDS[0])
+    content, thought = (parser.joined(name, regions.get(name, [])) for name in (CONTENT_FIELD, reasoning))
+    return ParsedAnswer(content, thought, tuple(calls))
 
 
 class _TemplateParser(ResponseParser):
@@ -130,7 +137,7 @@ class _TemplateParser(ResponseParser):
     _is_cut = False
 
     def read(self, answer: TemplateAnswer) -> list[dict[str, Any]]:
-        """Return the events of an answer; those of calls are of the type ``calls``."""
+        """Return the events of an answer; ``calls`` and ``unread`` are the types of those that transformers has not."""
         events: list[dict[str, Any]] = []
         self._is_cut, self._num_prefix = answer.is_cut, len(self._buffer)
         self._buffer += answer.text
@@ -138,6 +145,13 @@ class _TemplateParser(ResponseParser):
         if answer.is_whole:
             self._process(events, eos=True)
         return events
+
+    def joined(self, name: str, regions: list[str]) -> str:
+        """Return the text of a field's regions."""
+        field = self._spec.fields.get(name)
+        if field is None or field.join is None:
+            return "".join(regions).strip()
+        return field.join.join(region.strip() for region in regions).strip()
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
         if not self._opened:
@@ -170,7 +184,7 @@ class _TemplateParser(ResponseParser):
         except _Unparsed:
             if name not in (CONTENT_FIELD, *REASONING_FIELDS):
                 raw = self._buffer[max(self._begin, self._num_prefix) : end]
-                events[num_events:] = [{"type": "region_chunk", "field": CONTENT_FIELD, "text": raw}]
+                events[num_events:] = [{"type": "unread", "field": CONTENT_FIELD, "text": raw}]
             self._reset_to_implicit()
 
 

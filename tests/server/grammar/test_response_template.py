@@ -271,6 +271,36 @@ def test_text_of_the_prompt_is_in_no_part(prefix: str, answer: str, expected: Pa
     assert parsed_by(RESPONSE_TEMPLATE, answer, prefix=f"<assistant>{prefix}") == expected
 
 
+JOINED = {**RESPONSE_TEMPLATE, "fields": {
+    "content": {"join": "\n", "repeats": True},
+    "thinking": {"open": "<think>", "close": "</think>", "join": ", ", "repeats": True},
+    "tool_calls": RESPONSE_TEMPLATE["fields"]["tool_calls"],
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "answer", ["a <think> one </think> b<think>two</think>", "a", "a<think>b</think><think>c"]
+)
+def test_regions_are_joined_as_transformers_joins_them(answer: str) -> None:
+    theirs = parse_response(answer, JOINED, prefix="")
+    whole = parsed_by(JOINED, answer)
+    assert (whole.content, whole.reasoning) == (theirs["content"], theirs.get("thinking", ""))
+    for size in range(len(answer) + 1):
+        part = parsed_by(JOINED, answer[:size], is_whole=False)
+        assert whole.content.startswith(part.content)
+        assert whole.reasoning.startswith(part.reasoning)
+
+
+def test_what_cannot_be_read_stays_within_its_region() -> None:
+    answer = "a <call>no</call> b"
+    assert parsed_by(JOINED, answer) == ParsedAnswer(answer)
+
+
+def test_regions_without_join_follow_each_other() -> None:
+    found = parsed_by(RESPONSE_TEMPLATE, "a<think>x</think>b<think>y</think>c")
+    assert found == ParsedAnswer("abc", "xy")
+
+
 def test_parts_that_were_shown_stay_when_a_later_parse_has_others() -> None:
     shown = ParsedAnswer("Hello", "So", (ToolCall("add", "{}"),))
     other = ParsedAnswer("Other", "So it is")

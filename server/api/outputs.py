@@ -596,6 +596,7 @@ class _TemplateText:
 
     texts: list[str] = field(default_factory=list)  # with special tokens
     visible: list[str] = field(default_factory=list)
+    is_cut: bool = False  # the last token does not end the answer
     shown: ParsedAnswer = field(default_factory=ParsedAnswer)
 
 
@@ -628,11 +629,10 @@ class AnswerOutputs(TextOutputs):
     async def take(self) -> list[TextToken | SequenceEnd]:
         while outputs := await super().take():
             open_outputs = [output for output in outputs if output.index in self._parsers]
-            parsed = (
-                await self._parsed_by_template(open_outputs)
-                if self._by_template
-                else self._parsed(open_outputs)
-            )
+            if self._by_template:
+                parsed = await self._parsed_by_template(open_outputs)
+            else:
+                parsed = self._parsed(open_outputs)
             # Those behind the only call are none of the answer.
             self.num_tokens += _num_tokens(parsed) - _num_tokens(outputs)
             if parsed:
@@ -658,35 +658,36 @@ class AnswerOutputs(TextOutputs):
             own = self._texts[output.index]
             own.texts.append(self._with_special(output))
             own.visible.append(output.text)
+            if isinstance(output, TextToken):
+                own.is_cut = output.token_id not in self._stop_token_ids
             if self._as_it_comes or isinstance(output, SequenceEnd):
                 positions[output.index] = position
-        answers = [
-            self._answer(index, isinstance(outputs[position], SequenceEnd))
-            for index, position in positions.items()
-        ]
+        wholes = {index: isinstance(outputs[position], SequenceEnd) for index, position in positions.items()}
+        answers = [self._answer(index, is_whole) for index, is_whole in wholes.items()]
         parsed = await parsed_by_template(self._text, answers, self._requested.tools) if answers else []
         new = dict(zip(positions.values(), parsed, strict=True))
         found: list[TextToken | SequenceEnd] = []
         for position, output in enumerate(outputs):
             parts, is_done = Parts(), False
             if position in new:
-                own, answer = self._texts[output.index], new[position]
+                own = self._texts[output.index]
+                answer = new[position].over(own.shown)
                 parts, own.shown = answer.behind(own.shown), answer
                 is_done = self._requested.is_single and bool(answer.calls)
             found += self._with_parts(output, parts, is_done)
         return found
 
     def _answer(self, index: int, is_whole: bool) -> TemplateAnswer:
-        own, is_single = self._texts[index], self._requested.is_single
+        own, prefix = self._texts[index], self._form.response_prefix or ""
         texts = "".join(own.texts), "".join(own.visible)
-        return TemplateAnswer(self._form.response_prefix or "", *texts, is_whole, is_single)
+        return TemplateAnswer(prefix, *texts, is_whole, self._requested.is_single, own.is_cut)
 
     def _with_special(self, output: TextToken | SequenceEnd) -> str:
         """Return the text of an output, with a special token that belongs to the markup."""
-        is_shown = not self._params.skip_special_tokens
-        if is_shown or isinstance(output, SequenceEnd) or output.token_id in self._stop_token_ids:
+        if isinstance(output, SequenceEnd) or not self._params.skip_special_tokens:
             return output.text
-        return output.text + self._form.special.get(output.token_id, "")
+        is_end = output.token_id in self._stop_token_ids
+        return output.text + ("" if is_end else self._form.special.get(output.token_id, ""))
 
     def _with_parts(
         self, output: TextToken | SequenceEnd, parts: Parts, is_done: bool

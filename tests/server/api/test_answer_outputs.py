@@ -220,9 +220,15 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Texts:
 
 
 def by_template(
-    texts: Texts, directory: Path, template: dict[str, Any] | None, answer: str, at_once: bool
+    texts: Texts,
+    directory: Path,
+    template: dict[str, Any] | None,
+    answer: str,
+    at_once: bool,
+    reason: FinishReason = "stop",
+    stop: tuple[str, ...] = (),
 ) -> list[TextToken | SequenceEnd]:
-    """Return the outputs of a variant with a response template."""
+    """Return the outputs of a variant with a response template, without a stop token where a stop string ends them."""
     files = files_of(make_tokenizer(1, CHAT_TEMPLATE), directory)
     config = {**json.loads(files["tokenizer_config.json"]), "response_template": template}
     record = texts.publish({**files, "tokenizer_config.json": json.dumps(config).encode()})
@@ -230,7 +236,10 @@ def by_template(
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         ids = make_tokenizer(1).encode(answer)
-        found.extend(await outputs_of(await prompted(service, record), [*ids, EOS], "stop", at_once=at_once))
+        if reason == "stop" and not stop:
+            ids.append(EOS)
+        prompt = await prompted(service, record)
+        found.extend(await outputs_of(prompt, ids, reason, stop=stop, at_once=at_once))
 
     texts.run(test)
     return found
@@ -253,6 +262,33 @@ def test_by_a_response_template_a_stream_has_the_parts_of_the_whole(
         by_template(texts, tmp_path, RESPONSE_TEMPLATE, answer, at_once) for at_once in (False, True)
     )
     assert parts_of(streamed) == parts_of(whole)
+
+
+@pytest.mark.parametrize("answer", ["Hello <cite>{bad</cite> there", "<think>t</think>Hello <cite>{bad"])
+def test_a_region_that_cannot_be_read_is_streamed_once(answer: str, texts: Texts, tmp_path: Path) -> None:
+    cite = {"open": "<cite>", "close": "</cite>", "content": "json"}
+    template = {**RESPONSE_TEMPLATE, "fields": {**RESPONSE_TEMPLATE["fields"], "cite": cite}}
+    streamed, whole = (
+        parts_of(by_template(texts, tmp_path, template, answer, at_once)) for at_once in (False, True)
+    )
+    assert streamed == whole
+    thought, _, content = answer.rpartition("</think>")
+    assert whole == (content, thought.removeprefix("<think>"), ())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "stop", "is_call"), [("length", (), False), ("stop", ("END",), False), ("stop", (), True)]
+)
+def test_a_call_without_closing_is_one_where_a_token_ended_the_answer(
+    reason: FinishReason, stop: tuple[str, ...], is_call: bool, at_once: bool, texts: Texts, tmp_path: Path
+) -> None:
+    calls = {key: value for key, value in RESPONSE_TEMPLATE["fields"]["tool_calls"].items() if key != "close"}
+    template = {**RESPONSE_TEMPLATE, "fields": {"tool_calls": calls, "content": {}}}
+    written_call = '<call>{"name": "add", "arguments": {"a": 1}}'
+    answer = written_call + "".join(stop)
+    found = parts_of(by_template(texts, tmp_path, template, answer, at_once, reason, stop))
+    assert found == (("", "", (ToolCall("add", '{"a": 1}'),)) if is_call else (written_call, "", ()))
 
 
 def test_a_stream_shows_parts_before_the_answer_has_ended(texts: Texts, tmp_path: Path) -> None:

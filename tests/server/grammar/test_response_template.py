@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
 from server.errors import InvalidRequest
-from server.grammar.answer_parser import ToolCall
+from server.grammar.answer_parser import Parts, ToolCall
 from server.grammar.response_template import (
     ParsedAnswer,
     TemplateAnswer,
@@ -164,6 +164,154 @@ def test_what_is_cut_or_invalid_is_content_once_and_a_stream_has_the_parts_of_th
         assert whole.content.startswith(part.content)
         assert whole.reasoning.startswith(part.reasoning)
         assert whole.calls[: len(part.calls)] == part.calls
+
+
+CITING = {**RESPONSE_TEMPLATE, "fields": {**RESPONSE_TEMPLATE["fields"], "cite": {
+    "open": "<cite>", "close": "</cite>", "content": "json",
+}}}  # fmt: skip
+NUMBERS = {**RESPONSE_TEMPLATE, "fields": {"content": {"content": "int"}, "thinking": {
+    "open": "<think>", "close": "</think>", "content": "json",
+}}}  # fmt: skip
+
+
+def parsed_by(
+    template: dict[str, Any], answer: str, prefix: str = "", is_whole: bool = True, is_cut: bool = False
+) -> ParsedAnswer:
+    """Return the parts of an answer, or of its beginning."""
+    tokenizer = LoadedTokenizer(make_tokenizer())
+    tokenizer.fast.response_template = template
+    one = TemplateAnswer(prefix, answer, answer, is_whole, is_single=False, is_cut=is_cut)
+    return parse_answers(tokenizer, [one], b"")[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        (CITING, "Hello <cite>{bad</cite> there", ParsedAnswer("Hello <cite>{bad</cite> there")),
+        (CITING, "<think>t</think>Hello <cite>{bad", ParsedAnswer("Hello <cite>{bad", "t")),
+        (CITING, 'Hello <cite>{"a": 1}</cite> there', ParsedAnswer("Hello  there")),
+        (NUMBERS, "<think>{bad</think>no number", ParsedAnswer("no number", "{bad")),
+    ],
+    ids=["other field", "thoughts before it", "valid", "shown as it comes"],
+)
+def test_a_region_that_cannot_be_read_is_content_once_and_other_parts_stay(
+    template: dict[str, Any], answer: str, expected: ParsedAnswer
+) -> None:
+    assert parsed_by(template, answer) == expected
+    for size in range(len(answer) + 1):
+        part = parsed_by(template, answer[:size], is_whole=False)
+        assert expected.content.startswith(part.content)
+        assert expected.reasoning.startswith(part.reasoning)
+
+
+INLINE = {
+    **RESPONSE_TEMPLATE,
+    "fields": {
+        "tool_calls": {
+            "open_pattern": "<function=(?P<name>[a-z]+)>", "close_pattern": "</function>|$",
+            "repeats": True, "content": "xml-inline",
+            "content_args": {"tag_pattern": "<parameter=(?P<key>[a-z]+)>(?P<value>.*?)</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+WITHOUT_CLOSING = {**RESPONSE_TEMPLATE, "fields": {"content": {}, "tool_calls": {
+    "open": "[CALL]", "content": "json", "transform": {"function": "{content}"},
+}}}  # fmt: skip
+CUT = "<function=f><parameter=a>1</parameter><parameter=b>rm -rf /tmp/x"
+JSON_CALL = '[CALL]{"name": "f", "arguments": {"a": "1"}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "answer"),
+    [(INLINE, CUT), (WITHOUT_CLOSING, JSON_CALL), (AS_FIELDS, "<tool_call><function=f></function>")],
+)
+def test_a_call_that_is_cut_off_is_content(template: dict[str, Any], answer: str) -> None:
+    assert parsed_by(template, f"Hi {answer}", is_cut=True) == ParsedAnswer(f"Hi {answer}")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "is_cut"),
+    [
+        (INLINE, CUT, False),
+        (INLINE, CUT + "</function>", True),
+        (INLINE, CUT + "</function> more", True),
+        (WITHOUT_CLOSING, JSON_CALL, False),
+    ],
+)
+def test_a_call_that_has_its_closing_or_ends_with_its_answer_is_a_call(
+    template: dict[str, Any], answer: str, is_cut: bool
+) -> None:
+    assert parsed_by(template, f"Hi {answer}", is_cut=is_cut).calls == (ToolCall("f", '{"a": "1"}'),)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '"no json"', "[1]", "null", '"[1]"'])
+def test_a_call_whose_arguments_are_no_json_object_is_content(arguments: str) -> None:
+    answer = f'<call>{{"name": "add", "arguments": {arguments}}}</call>'
+    assert parsed_by(RESPONSE_TEMPLATE, answer) == ParsedAnswer(answer)
+
+
+def test_arguments_may_stand_in_a_string() -> None:
+    answer = '<call>{"name": "add", "arguments": "{\\"a\\": 1}"}</call>'
+    assert parsed_by(RESPONSE_TEMPLATE, answer).calls == (ToolCall("add", '{"a": 1}'),)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "answer", "expected"),
+    [
+        ("<call>", "{bad</call> x", ParsedAnswer("{bad</call> x")),
+        ("<ca", "ll>{bad</call> x", ParsedAnswer("ll>{bad</call> x")),
+        ("<ca", "t>", ParsedAnswer("t>")),
+        ("<call>", '{"name": "f", "arguments": {}}</call>', ParsedAnswer(calls=(ToolCall("f", "{}"),))),
+        ("<think>So", " it is</think>Hi", ParsedAnswer("Hi", "it is")),
+    ],
+)
+def test_text_of_the_prompt_is_in_no_part(prefix: str, answer: str, expected: ParsedAnswer) -> None:
+    assert parsed_by(RESPONSE_TEMPLATE, answer, prefix=f"<assistant>{prefix}") == expected
+
+
+JOINED = {**RESPONSE_TEMPLATE, "fields": {
+    "content": {"join": "\n", "repeats": True},
+    "thinking": {"open": "<think>", "close": "</think>", "join": ", ", "repeats": True},
+    "tool_calls": RESPONSE_TEMPLATE["fields"]["tool_calls"],
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "answer", ["a <think> one </think> b<think>two</think>", "a", "a<think>b</think><think>c"]
+)
+def test_regions_are_joined_as_transformers_joins_them(answer: str) -> None:
+    theirs = parse_response(answer, JOINED, prefix="")
+    whole = parsed_by(JOINED, answer)
+    assert (whole.content, whole.reasoning) == (theirs["content"], theirs.get("thinking", ""))
+    for size in range(len(answer) + 1):
+        part = parsed_by(JOINED, answer[:size], is_whole=False)
+        assert whole.content.startswith(part.content)
+        assert whole.reasoning.startswith(part.reasoning)
+
+
+def test_what_cannot_be_read_stays_within_its_region() -> None:
+    answer = "a <call>no</call> b"
+    assert parsed_by(JOINED, answer) == ParsedAnswer(answer)
+
+
+def test_regions_without_join_follow_each_other() -> None:
+    found = parsed_by(RESPONSE_TEMPLATE, "a<think>x</think>b<think>y</think>c")
+    assert found == ParsedAnswer("abc", "xy")
+
+
+def test_parts_that_were_shown_stay_when_a_later_parse_has_others() -> None:
+    shown = ParsedAnswer("Hello", "So", (ToolCall("add", "{}"),))
+    other = ParsedAnswer("Other", "So it is")
+    assert other.over(shown) == ParsedAnswer("Hello", "So it is", shown.calls)
+    assert other.over(shown).behind(shown) == Parts("", " it is")
+
+
+def test_thoughts_of_a_second_field_do_not_replace_those_that_were_shown() -> None:
+    fields = {**RESPONSE_TEMPLATE["fields"], "reasoning_content": {"open": "<why>", "close": "</why>"}}
+    found = parsed_by({**RESPONSE_TEMPLATE, "fields": fields}, "<think>So</think>Hi<why>Because</why>")
+    assert found == ParsedAnswer("Hi", "So")
 
 
 def test_with_one_call_at_most_the_parts_behind_it_are_left_out() -> None:

@@ -668,9 +668,8 @@ class AnswerOutputs(TextOutputs):
         new = dict(zip(positions.values(), parsed, strict=True))
         found: list[TextToken | SequenceEnd] = []
         for position, output in enumerate(outputs):
-            parts, is_done = Parts(), False
+            parts, is_done, own = Parts(), False, self._texts[output.index]
             if position in new:
-                own = self._texts[output.index]
                 answer = new[position].over(own.shown)
                 parts, own.shown = answer.behind(own.shown), answer
                 is_done = self._requested.is_single and bool(answer.calls)

@@ -103,8 +103,8 @@ class FairLimiter:
 
     So slow tasks of a tenant make others wait for one of them, and not for as many as they have tasks of their own.
     Tenants with as many seconds take turns, and so do the shares of a tenant. A tenant begins with the seconds of the
-    one that got the last permit (start-time fair queueing, Goyal and others, 1996), and nobody has any left when no
-    permit is held.
+    one that got the last permit (start-time fair queueing, Goyal and others, 1996). While no permit is held, all
+    seconds are forgotten.
 
     Args:
         num_permits: tasks that run at a time.

@@ -189,7 +189,7 @@ Steps = Generator[None, None, T]
 Take = Callable[[str], None]
 
 
-class _NoCall(Exception):
+class NoCall(Exception):
     """The text that was taken for a call is none, or does not end."""
 
 
@@ -304,7 +304,7 @@ class AnswerParser:
         self._raw = [tag]
         try:
             yield from read()
-        except _NoCall:
+        except NoCall:
             self._show("".join(self._raw))
 
     def _json(self, must_be_known: bool = False) -> Steps[None]:
@@ -316,13 +316,13 @@ class AnswerParser:
             self._take_first()
         while True:
             if (yield from self._peek(self._take)) != "{":
-                raise _NoCall
+                raise NoCall
             self._add_json((yield from self._object()), must_be_known)
             if not is_list:
                 break
             follows = yield from self._peek(self._take)
             if follows not in (",", "]"):
-                raise _NoCall
+                raise NoCall
             self._take_first()
             if follows == "]":
                 break
@@ -338,10 +338,10 @@ class AnswerParser:
             keys = (self._syntax.arguments_key, "arguments", "parameters")
             arguments = next(document[key] for key in keys if key in document)
         except (DecodeError, UnicodeEncodeError, RecursionError, KeyError, StopIteration):
-            raise _NoCall from None
+            raise NoCall from None
         if must_be_known and name not in self._requested.names:
-            raise _NoCall
-        self._add(name, _object_text(bytes(arguments)))
+            raise NoCall
+        self._add(name, object_text(bytes(arguments)))
 
     def _named(self) -> Steps[None]:
         """Read a name and arguments in JSON."""
@@ -349,15 +349,15 @@ class AnswerParser:
         yield from self._rest_of(self._syntax.begin)
         head: list[str] = []
         if (yield from self._until("{", self._limited(head))) is None:
-            raise _NoCall
+            raise NoCall
         self._new = "{" + self._new
         name = "".join(head)
         if words := self._syntax.middle.split():
             name = name.partition(words[0])[0]
         if CALLED.fullmatch(name.strip()) is None:
-            raise _NoCall
+            raise NoCall
         text = yield from self._object()
-        self._add(name.strip(), _object_text(text))
+        self._add(name.strip(), object_text(text))
         yield from self._end(self._syntax.closing.split())
 
     def _fields(self) -> Steps[None]:
@@ -371,7 +371,7 @@ class AnswerParser:
         marker = yield from self._required(following, self._limited(head))
         name = "".join(head).strip()
         if CALLED.fullmatch(name) is None:
-            raise _NoCall
+            raise NoCall
         arguments: dict[str, Any] = {}
         if marker not in (closing[0], field):
             marker = yield from self._one_of((closing[0], field))
@@ -388,7 +388,7 @@ class AnswerParser:
         try:
             text = json.dumps(arguments)
         except RecursionError:
-            raise _NoCall from None
+            raise NoCall from None
         self._add(name, text)
         yield from self._end(closing[1:])
 
@@ -401,11 +401,11 @@ class AnswerParser:
         yield from self._until((), self._collecting(text))
         found = PYTHON_CALL.fullmatch("".join(text))
         if found is None or found[1] not in self._requested.names:
-            raise _NoCall
+            raise NoCall
         arguments = ", ".join(
             f"{json.dumps(key)}: {value}" for key, value in PYTHON_ARGUMENT.findall(found[2])
         )
-        self._add(found[1], _object_text(f"{{{arguments}}}"))
+        self._add(found[1], object_text(f"{{{arguments}}}"))
 
     def _channels(self) -> Steps[None]:
         """Read harmony's messages, the first of which the prompt has begun; an answer without a header is content."""
@@ -425,7 +425,7 @@ class AnswerParser:
         self._raw = []
         try:
             marker = yield from self._until((MESSAGE,), self._limited(head))
-        except _NoCall:
+        except NoCall:
             self._show("".join(self._raw))
             marker = MESSAGE
         if marker is None:
@@ -448,8 +448,8 @@ class AnswerParser:
 
     def _channel_call(self, name: str) -> Steps[None]:
         if (yield from self._peek(self._take)) != "{":
-            raise _NoCall
-        self._add(name, _object_text((yield from self._object())))
+            raise NoCall
+        self._add(name, object_text((yield from self._object())))
 
     def _until(self, markers: Collection[str], take: Take) -> Steps[str | None]:
         """Take text up to one of some markers and return that, or None at the end of the text."""
@@ -496,7 +496,7 @@ class AnswerParser:
             if (yield from self._expect(literal, self._take)):
                 self._take(literal)
                 return literal
-        raise _NoCall
+        raise NoCall
 
     def _rest_of(self, tag: str) -> Steps[None]:
         """Take the words of a tag behind its first one."""
@@ -507,7 +507,7 @@ class AnswerParser:
         """Take text up to one of some markers, which must come, and the marker."""
         marker = yield from self._until(markers, take)
         if marker is None:
-            raise _NoCall
+            raise NoCall
         self._take(marker)
         return marker
 
@@ -529,7 +529,7 @@ class AnswerParser:
             parts.append(part)
             self._take(part)
             if nesting.is_broken or (self._is_last and end is None):
-                raise _NoCall
+                raise NoCall
             if end is not None:
                 return "".join(parts)
             yield
@@ -584,7 +584,7 @@ class AnswerParser:
             collect(text[:room])
             if len(text) > room:
                 self._new = text[room:] + self._new
-                raise _NoCall
+                raise NoCall
             room -= len(text)
 
         return take
@@ -600,16 +600,16 @@ def _overlap(text: str, marker: str) -> int:
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
-def _object_text(json_text: str | bytes) -> str:
-    """Return the text of a JSON object, which may stand in a JSON string."""
+def object_text(json_text: str | bytes) -> str:
+    """Return the text of a JSON object, which may stand in a JSON string; raises NoCall for anything else."""
     try:
         value = decode(json_text)
         if isinstance(value, str):
             json_text, value = value, decode(value)
     except (DecodeError, UnicodeEncodeError, RecursionError):
-        raise _NoCall from None
+        raise NoCall from None
     if not isinstance(value, dict):
-        raise _NoCall
+        raise NoCall
     return json_text if isinstance(json_text, str) else json_text.decode()
 
 

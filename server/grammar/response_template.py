@@ -14,7 +14,7 @@ from msgspec import Struct
 from transformers.utils.chat_parsing import ResponseParser
 
 from deltastore.errors import PeraxisError
-from server.grammar.answer_parser import CallDelta, Parts, ToolCall, _object_text
+from server.grammar.answer_parser import CallDelta, Parts, ToolCall, object_text
 from server.text.chat_template import REASONING_FIELDS
 from server.text.failures import failures_as
 from server.text.service import VariantText
@@ -191,4 +191,4 @@ class _TemplateParser(ResponseParser):
 def _call(function: dict[str, Any]) -> ToolCall:
     arguments = function["arguments"]
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return ToolCall(str(function["name"]), _object_text(text))
+    return ToolCall(str(function["name"]), object_text(text))

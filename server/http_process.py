@@ -6,6 +6,7 @@ It accepts on the supervisor's listening sockets, and ends with its link to the 
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import sys
@@ -51,6 +52,8 @@ from server.web_server import run_event_loop
 # The event loop waits for the interpreter's lock while threads parse bodies and read the registry. Python's default of
 # 5 ms each would hold up every stream.
 SWITCH_S = 0.0005
+# New objects between two passes of the garbage collector. Python's default is 700.
+GC_ALLOCATIONS = 5000
 
 
 def main() -> int:
@@ -101,6 +104,7 @@ class SupervisorLink:
         except PeraxisError as error:
             self._link.send(CannotServe(str(error)))
         else:
+            _collect_less()
             self._link.send(Serving())
 
     async def obey(self, service: Service, engine: EngineClient) -> None:
@@ -123,6 +127,16 @@ class SupervisorLink:
     def _on_welcomed(self, welcomed: asyncio.Future[EngineFacts]) -> None:
         if not welcomed.cancelled() and welcomed.exception() is None:
             self._has_engine.set()
+
+
+def _collect_less() -> None:
+    """Exempt what the start has made from garbage collection, and collect after more allocations than by default.
+
+    With hundreds of streams, passes over their events take a fifth of the event loop's time otherwise.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_ALLOCATIONS, *gc.get_threshold()[1:])
 
 
 if __name__ == "__main__":

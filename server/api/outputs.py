@@ -258,7 +258,8 @@ class RequestEvents:
         return event
 
     def _give_back_unread(self) -> None:
-        self._unsent.give_back(self._tenant, self._held_bytes)
+        if self._held_bytes:
+            self._unsent.give_back(self._tenant, self._held_bytes)
         self._num_unread = self._unread_bytes = self._held_bytes = 0
 
     def _set_paused(self, is_paused: bool) -> None:
@@ -492,9 +493,8 @@ class TextOutputs:
         ]
 
     def _new_tokens(self, sequence: _Sequence) -> NewTokens:
-        return sequence.detokenizer.push(
-            (token.token_id for token in sequence.tokens), sequence.reason is not None
-        )
+        ids = [token.token_id for token in sequence.tokens]
+        return sequence.detokenizer.push(ids, sequence.reason is not None)
 
     async def _texts_of(self, tokens: Iterable[TokenEvent], begins: bool = False) -> dict[int, TokenText]:
         """Return the own text of each token that log-probabilities name.

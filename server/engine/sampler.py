@@ -379,7 +379,7 @@ class Sampler:
 
     def plan(self, num_embeddings: int) -> Draw:
         """Return how the next token is drawn from `num_embeddings` logits, or `scores` of a sequence with rules."""
-        uniform = draw_uniform(self._seed, self._num_sampled)
+        uniform = 0.0 if self.greedy else draw_uniform(self._seed, self._num_sampled)
         temperature = 0.0 if self.greedy else 1.0
         if self.rules is not None:
             return Draw(num_embeddings, uniform, temperature)

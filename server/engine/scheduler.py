@@ -285,8 +285,8 @@ class Scheduler:
     def _use_rest(self, plan: StepPlan) -> None:
         """Give the tokens that are left to prompts that could use more than their share."""
         for sequence, num_tokens in list(plan.batch.items()):
-            more = min(sequence.num_missing_tokens - num_tokens, self._num_left(sequence, plan))
-            if more > 0:
+            missing = sequence.num_missing_tokens - num_tokens
+            if missing > 0 and (more := min(missing, self._num_left(sequence, plan))) > 0:
                 self._plan_prompt(sequence, more, plan)
 
     def _plan_prompt(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,7 @@ WHOLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_NUMEL = 1 << 22
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Draw:
+class Draw(msgspec.Struct, frozen=True, eq=False):
     """How the next token of one row of logits is drawn.
 
     Biases are added, then the tokens that were seen are penalized, and of what the temperature divides top-k, top-p and
@@ -60,9 +60,9 @@ class Draw:
     top_p: float = 1.0
     min_p: float = 0.0
     penalty: float = 1.0
-    seen: array[int] = field(default_factory=lambda: array("i"))  # each token once
-    biased: array[int] = field(default_factory=lambda: array("i"))  # tokens
-    biases: array[float] = field(default_factory=lambda: array("f"))  # what is added to their logits
+    seen: array[int] = msgspec.field(default_factory=lambda: array("i"))  # each token once
+    biased: array[int] = msgspec.field(default_factory=lambda: array("i"))  # tokens
+    biases: array[float] = msgspec.field(default_factory=lambda: array("f"))  # what is added to their logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,7 +55,8 @@ class LoopLedger:
     def charge(self, tenant: str, seconds: float) -> None:
         """Add the seconds of a piece of work; a clock that was set back adds none."""
         self.slide()
-        self._now[tenant] = self._now.get(tenant, 0.0) + max(seconds, 0.0)
+        if seconds > 0.0:
+            self._now[tenant] = self._now.get(tenant, 0.0) + seconds
 
     def used(self, tenant: str) -> float:
         """Return the seconds of a tenant in the last window."""

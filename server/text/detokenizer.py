@@ -259,9 +259,9 @@ class IncrementalDetokenizer:
         self._is_last = is_last
         params, ids = self._params, tuple(token_ids)
         shows_end = params.include_stop_str_in_output
-        ends = () if shows_end else tuple(each for each in ids if each in params.stop_token_ids)
+        ends = () if shows_end else tuple(filter(params.stop_token_ids.__contains__, ids))
         self._marked = [None if each in ends else self._marks.get(each) for each in ids]
-        marks = tuple(each for each, mark in zip(ids, self._marked, strict=True) if mark is not None)
+        marks = tuple(each for each in ids if each in self._marks and each not in ends) if self._marks else ()
         return NewTokens(
             self._window, ids, is_last, params.skip_special_tokens, ends, marks, self._num_before
         )

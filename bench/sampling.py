@@ -16,12 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import (
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from bench.report import RESULTS, describe, write_result
 from deltastore.console import table
 from server import kernels
 from server.engine.sampler import NO_TOKENS, PromptHistory, Sampler, sample
 from server.protocol.request import SamplingParams
+from server.protocol.rules import NEUTRAL, GenerationRules, ban_table, id_list
 
 VOCABULARIES = (32_000, 128_256, 262_144)
 # Peaked as a language model's, and so flat that no few tokens have most of the probability.
@@ -35,6 +45,14 @@ CASES: dict[str, dict[str, Any]] = {
     "min_p 0.05": {"min_p": 0.05},
     "repetition_penalty 1.1": {"repetition_penalty": 1.1},
     "logprobs 5": {"logprobs": 5},
+    # Rows with rules of a generation config are changed one by one before.
+    "4,096 ids suppressed": {"rules": GenerationRules(suppress_tokens=id_list(range(4096)))},
+    "2,048 bad words of two": {
+        "rules": GenerationRules(bad_words_ids=ban_table([i, i] for i in range(2048)))
+    },
+    "typical_p 0.9": {"rules": GenerationRules(typical_p=0.9)},
+    "typical_p 0.9, top_p 0.95": {"rules": GenerationRules(typical_p=0.9), "top_p": 0.95},
+    "eta_cutoff 0.0003": {"rules": GenerationRules(eta_cutoff=0.0003)},
 }
 PROMPT_TOKENS = 1000
 # Rows that transformers' warpers compute, of which the time is per row.
@@ -104,12 +122,13 @@ def measure(
     figures = []
     for case, params in CASES.items():
         samplers = _samplers(num_rows, vocabulary, {"temperature": temperature, **params})
+        warpers = _warpers({"temperature": temperature, **params})
         sample(logits, samplers)
         turns = [
             (
                 _seconds(lambda: sample(logits, greedy)),
                 _seconds(lambda own=samplers: sample(logits, own)),  # type: ignore[misc]
-                _seconds(lambda own=samplers: _row_by_row(logits[:WARPED_ROWS], own)),  # type: ignore[misc]
+                _seconds(lambda own=warpers: _row_by_row(logits[:WARPED_ROWS], own)),  # type: ignore[misc]
             )
             for _ in range(repeats)
         ]
@@ -126,9 +145,23 @@ def _samplers(num_rows: int, vocabulary: int, params: dict[str, Any]) -> list[tu
     return [(Sampler(sampling, index, prompt), vocabulary) for index in range(num_rows)]
 
 
-def _row_by_row(logits: Tensor, samplers: Sequence[tuple[Sampler, int]]) -> None:
-    for row, (sampler, _) in zip(logits, samplers, strict=False):
-        scores: Tensor = sampler.warpers(NO_TOKENS, row[None])  # type: ignore[arg-type]
+def _warpers(params: dict[str, Any]) -> LogitsProcessorList:
+    """Return transformers' warpers for sampling parameters, without the rules that are none."""
+    rules, given = params.get("rules", NEUTRAL), {"temperature": 1.0, **params}
+    kinds = {"temperature": TemperatureLogitsWarper, "top_k": TopKLogitsWarper, "top_p": TopPLogitsWarper}
+    chosen = LogitsProcessorList(kind(given[name]) for name, kind in kinds.items() if name in given)
+    if "min_p" in given:
+        chosen.append(MinPLogitsWarper(given["min_p"]))
+    if rules.typical_p < 1:
+        chosen.append(TypicalLogitsWarper(rules.typical_p))
+    if rules.eta_cutoff:
+        chosen.append(EtaLogitsWarper(rules.eta_cutoff))
+    return chosen
+
+
+def _row_by_row(logits: Tensor, warpers: LogitsProcessorList) -> None:
+    for row in logits:
+        scores: Tensor = warpers(NO_TOKENS, row[None])  # type: ignore[arg-type]
         torch.multinomial(scores.softmax(-1), 1)
 
 

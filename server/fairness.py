@@ -91,6 +91,8 @@ class FairBudget:
 # A tenant, or a tenant and a part of its work, such as one of its variants.
 Share = str | tuple[str, Hashable]
 Queue = deque[asyncio.Event]
+# A task counts as at most so long: no tenant pays for a machine that was paused.
+MAX_COUNTED_S = 60.0
 
 
 def tenant_of(share: Share) -> str:
@@ -151,7 +153,7 @@ class FairLimiter:
         try:
             yield
         finally:
-            self._seconds[tenant_of(share)] += self._clock() - begun
+            self._seconds[tenant_of(share)] += min(max(0.0, self._clock() - begun), MAX_COUNTED_S)
             self._release(share)
 
     async def _acquire(self, share: Share) -> None:

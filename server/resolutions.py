@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
 from deltastore.errors import RegistryUnavailable, VariantNotFound, VariantQuarantined
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
+from server.fairness import FairCache
 from server.registry_calls import RegistryCalls
 
-# Approximate bound on all records that are remembered. Beyond it, the tenant with the most loses its oldest ones.
+# Approximate bound on all records that are remembered. Beyond it, the tenant with the most loses those that it has
+# used least recently.
 MAX_BYTES = 64 << 20
 RECORD_BYTES = 2 << 10
 CHUNK_BYTES = 120
 
+# The tenant that asks, a name, and the number of a version; None is the active one.
 Key = tuple[str, str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """An answer of the registry."""
+    """An answer of the registry.
+
+    Attributes:
+        record: the version that was meant.
+        at: `time.monotonic()` when the registry was asked.
+    """
 
     record: VersionRecord
     at: float
-    num_bytes: int
 
 
 class Resolutions:
@@ -50,10 +56,7 @@ class Resolutions:
         self._calls = calls
         self._is_in_memory = is_in_memory
         self._max_age_s = max_age_s
-        self._remembered: defaultdict[str, OrderedDict[Key, Remembered]] = defaultdict(
-            OrderedDict
-        )  # by tenant
-        self._num_bytes: Counter[str] = Counter()
+        self._remembered: FairCache[Key, Remembered] = FairCache(MAX_BYTES)
 
     async def resolve(
         self, tenant: str, name: str, version: int | None = None, *, owned: bool = False
@@ -77,47 +80,23 @@ class Resolutions:
             for stale in ((tenant, name, None), key):
                 answer = self._known(stale, owned)
                 if answer is not None and version in (None, answer.record.version):
-                    self._forget(stale)
+                    self._remembered.drop(stale)
             raise
         except RegistryUnavailable:
             if known is None or not await self._is_in_memory(known.record):
                 raise
             return known.record
-        self._remember(key, record, asked)
+        self._remembered.put(key, Remembered(record, asked), tenant, _num_bytes(record))
         return record
 
     def _known(self, key: Key, owned: bool) -> Remembered | None:
-        remembered: Mapping[Key, Remembered] = self._remembered.get(key[0], {})
-        known = remembered.get(key)
+        known = self._remembered.get(key)
         if known is None:
             # The answer to the name alone is one to its version, too.
-            active = remembered.get((*key[:2], None))
+            active = self._remembered.get((*key[:2], None))
             known = active if active is not None and active.record.version == key[2] else None
         # A tenant's own variant hides public ones, so its answer holds for both kinds of questions.
         return known if known is None or not owned or known.record.tenant == key[0] else None
-
-    def _remember(self, key: Key, record: VersionRecord, asked: float) -> None:
-        tenant = key[0]
-        known = self._remembered[tenant].get(key)
-        is_same = known is not None and (known.record.label, known.record.digest) == (
-            record.label,
-            record.digest,
-        )
-        num_bytes = known.num_bytes if known is not None and is_same else _num_bytes(record)
-        self._forget(key)
-        self._remembered[tenant][key] = Remembered(record, asked, num_bytes)
-        self._num_bytes[tenant] += num_bytes
-        while self._num_bytes.total() > MAX_BYTES:
-            ((largest, _),) = self._num_bytes.most_common(1)
-            self._forget(next(iter(self._remembered[largest])))
-
-    def _forget(self, key: Key) -> None:
-        tenant = key[0]
-        known = self._remembered[tenant].pop(key, None)
-        if known is not None:
-            self._num_bytes[tenant] -= known.num_bytes
-        if not self._remembered[tenant]:
-            del self._remembered[tenant], self._num_bytes[tenant]
 
 
 def _num_bytes(record: VersionRecord) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from bench.engine import publish
 from bench.synthetic import LlamaShapes, write_norm_delta
 from deltastore.base import Base
+from deltastore.format.files import GENERATION_FILE
 from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, ReportFile
 from deltastore.registry.variants import REPORTS
@@ -24,12 +25,13 @@ TENANT = "hostile"
 # Another one, with the names of many versions, which would make lists of the first one long.
 HOARDER = "hoarder"
 # To compare with: other honest tenants, and the hostile one without its trick.
-FULL_BATCH, LONG_BATCH, ONE_QUEUE, FEW_CONNECTIONS, READ_STREAMS = (
+FULL_BATCH, LONG_BATCH, ONE_QUEUE, FEW_CONNECTIONS, READ_STREAMS, PLAIN_BATCH = (
     "full-batch",
     "long-batch",
     "one-queue",
     "few-connections",
     "read-streams",
+    "plain-batch",
 )
 TOKENIZER = "tokenizer.json"
 LOOPING = b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -66,12 +68,14 @@ class Sizes:
     num_new: int = 32
     num_prompts: int = 150  # of one call
     num_names: int = 100_000  # of versions of one tenant
+    num_ruled: int = 8  # variants with rules of a generation config, and as many without
 
 
 SMALL_SIZES = Sizes(
     prompt_chars=1 << 16, num_patterns=20, body_bytes=1 << 18, num_versions=5, report_bytes=1 << 10, num_reports=3,
     num_public=5, num_cold=2, tokenizer_bytes=1 << 16, num_connections=16, num_copies=4, num_held=16,
     held_tokens=4, num_batch=8, long_prompt=16, num_new=4, num_prompts=8, num_names=5000,
+    num_ruled=2,
 )  # fmt: skip
 
 
@@ -197,6 +201,13 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             control=READ_STREAMS,
         ),
         Attack("unfit-prompts", lambda n: _unfit(n, sizes), 4),
+        # Each variant has other rules, of which the slowest.
+        Attack(
+            "sampling-rules",
+            lambda n: post(f"/generate?variant=ruled-{n % sizes.num_ruled}", prompt),
+            sizes.num_batch,
+            control=PLAIN_BATCH,
+        ),
         Attack(
             "upload-heads",
             lambda n: Call("POST", f"/variants?name=head-{n}", BYTES, bytes(64)),
@@ -227,6 +238,12 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             sizes.num_connections,
             is_own_control=True,
         ),
+        Attack(
+            PLAIN_BATCH,
+            lambda n: post(f"/generate?variant=plain-{n % sizes.num_ruled}", prompt),
+            sizes.num_batch,
+            is_own_control=True,
+        ),
         Attack(FEW_CONNECTIONS, lambda _: unknown, sizes.num_batch, tenant=None, is_own_control=True),
     ]
     return {attack.kind: attack for attack in [*found, *controls]}
@@ -251,6 +268,11 @@ def publish_hostile(
         "backtracks": _edited(files, backtracks),
         "grows": _edited(files, grows),
         **{f"cold-{number}": _edited(files, padding) for number in range(sizes.num_cold)},
+        **{
+            f"ruled-{number}": {**files, GENERATION_FILE: _rules(number, shapes.vocabulary)}
+            for number in range(sizes.num_ruled)
+        },
+        **{f"plain-{number}": dict(files) for number in range(sizes.num_ruled)},
     }
     for seed, (name, own) in enumerate(hostile.items(), 1000):
         path = directory / f"{name}.safetensors"
@@ -369,6 +391,19 @@ def _schema(number: int, num_patterns: int) -> Call:
     return post("/v1/completions", document)
 
 
+def _rules(number: int, vocabulary: int) -> bytes:
+    """Return a generation config with as many token ids as one may have, and what takes longest to sample."""
+    words = [[number + 1, (number + word) % vocabulary] for word in range(2048)]
+    config = {
+        "do_sample": True,
+        "typical_p": 0.9,
+        "top_p": 0.95,
+        "no_repeat_ngram_size": 4,
+        "bad_words_ids": words,
+    }
+    return json.dumps(config).encode()
+
+
 def _edited(files: Mapping[str, bytes], changes: Mapping[str, Any]) -> dict[str, bytes]:
     """Return a tokenizer's files with some parts of its `tokenizer.json` replaced."""
     return {**files, TOKENIZER: json.dumps(json.loads(files[TOKENIZER]) | changes).encode()}
@@ -387,5 +422,5 @@ def _replaced(pattern: str | dict[str, str], content: str) -> dict[str, Any]:
     }
 
 
-CONTROLS = (FULL_BATCH, LONG_BATCH, ONE_QUEUE, FEW_CONNECTIONS, READ_STREAMS)
+CONTROLS = (FULL_BATCH, LONG_BATCH, ONE_QUEUE, FEW_CONNECTIONS, READ_STREAMS, PLAIN_BATCH)
 KINDS = tuple(kind for kind in attacks(SMALL_SIZES) if kind not in CONTROLS)

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from server.errors import InvalidRequest
+from server.fairness import FairBudget
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +121,7 @@ NEUTRAL: Mapping[str, tuple[object, ...] | None] = {
 }
 # Ignored names that one reply tells, and characters of each.
 MAX_TOLD, MAX_TOLD_CHARS = 16, 64
-# Names that the log has told.
-_logged: set[str] = set()
+# Names that the log of a process tells. A tenant may have as many told as it leaves to others.
 MAX_LOGGED = 256
 
 _members = msgspec.json.Decoder(dict[str, Raw])
@@ -148,12 +148,24 @@ def ignored_fields(kind: type[Struct], body: bytes | bytearray) -> tuple[str, ..
     return tuple(ignored)
 
 
+class IgnoredNames:
+    """The names of ignored fields that the log has told. Event loop only."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+        self._budget = FairBudget(MAX_LOGGED, "names of ignored fields")
+
+    def tell(self, names: tuple[str, ...], tenant: str) -> None:
+        """Tell the log each name that it has not told, while the tenant has some left."""
+        for name in (each[:MAX_TOLD_CHARS] for each in names):
+            if name not in self._logged and self._budget.has(tenant, 1):
+                self._budget.take(tenant, 1)
+                self._logged.add(name)
+                log.info("a client sent the field %r, which no API has: it is ignored", name)
+
+
 def told(names: tuple[str, ...]) -> str:
-    """Return names for the head of a reply, and tell the log each that it has not told."""
-    for name in names:
-        if name not in _logged and len(_logged) < MAX_LOGGED:
-            _logged.add(name)
-            log.info("a client sent the field %r, which no API has: it is ignored", name[:MAX_TOLD_CHARS])
+    """Return names for the head of a reply."""
     shown = [name[:MAX_TOLD_CHARS].encode("ascii", "replace").decode() for name in names[:MAX_TOLD]]
     return ", ".join(
         "".join(char if char.isprintable() and char != "," else "?" for char in name) for name in shown

@@ -39,8 +39,6 @@ from server.grammar.answer_parser import CallDelta, ToolCall, joined
 from server.grammar.grammar import Requested, in_form
 from server.protocol.messages import EngineFacts, FinishReason
 from server.protocol.request import (
-    NEUTRAL,
-    GenerationRules,
     PageHashes,
     Request,
     SamplingParams,
@@ -48,6 +46,7 @@ from server.protocol.request import (
     current_request,
     token_ids_of,
 )
+from server.protocol.rules import NEUTRAL
 from server.tenants.tenant import Rates, Tenant
 from server.text.answer_form import AnswerForm
 from server.text.chat_template import Conversation
@@ -341,9 +340,8 @@ async def _ruled(call: GenerationCall, text: VariantText) -> Mapping[str, Any]:
     """Return what the call sets of sampling; words that must not come are a rule beside the variant's own."""
     given = dict(call.sampling)
     if (words := given.pop("bad_words", None)) is not None:
-        rules: GenerationRules = text.generation.defaults.get("rules", NEUTRAL)
-        banned = await text.banned(words)
-        given["rules"] = replace(rules, bad_words_ids=(*rules.bad_words_ids, *banned))
+        rules = text.generation.defaults.get("rules", NEUTRAL)
+        given["rules"] = replace(rules, bad_words=await text.banned(words))
     return given
 
 

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from deltastore.errors import shown
 from server.api.conversations import MAX_VALUES, num_values
-from server.api.fields import ignored_fields, told
+from server.api.fields import IgnoredNames, ignored_fields, told
 from server.api.schemas import OpenAIBody
 from server.errors import InvalidRequest, RequestTimeout
 from server.fairness import FairBudget, FairLimiter
@@ -56,17 +56,20 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Bodies:
-    """Memory that the JSON bodies of one application share, and turns of the thread that parses the large ones."""
+    """Memory that the JSON bodies of one application share, turns of the thread that parses the large ones, and what
+    the log has told of them.
+    """
 
     budget: FairBudget
     parsing: FairLimiter
+    ignored: IgnoredNames
 
 
 def install_bodies(app: FastAPI, num_bytes: int = MAX_HELD_BYTES) -> None:
     """Give the application's JSON bodies a budget of bytes."""
     # One at a time: a parser holds the interpreter's lock.
     parsing = FairLimiter(1, 1, MAX_WAITING)
-    app.state.bodies = Bodies(FairBudget(num_bytes, "bytes of large bodies"), parsing)
+    app.state.bodies = Bodies(FairBudget(num_bytes, "bytes of large bodies"), parsing, IgnoredNames())
 
 
 def json_body(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
@@ -117,6 +120,7 @@ async def read_json(request: Request, kind: type[B], held: ExitStack) -> B:
         async with bodies.parsing.permit(tenant):
             parsed, ignored = await asyncio.to_thread(timed_on_thread(_parse_all), kind, body)
     if ignored:
+        bodies.ignored.tell(ignored, tenant)
         request.scope["state"]["ignored"] = told(ignored)
     return parsed
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from bisect import insort
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,7 +59,7 @@ class HostBuffer:
 
 
 class HostCache:
-    """Host copies of whole deltas under least-recently-used eviction. Buffers in use are never evicted.
+    """Host copies of whole deltas. The tenant with the most bytes loses its least recently used one that is not in use.
 
     A copy is one contiguous range, so a load from it is one copy to the slot. Ranges are multiples of an eighth of a
     slot: deltas of nearly the same size can replace each other, and the memory does not fragment.
@@ -219,11 +219,18 @@ class HostCache:
             return start
 
     def _evict_idle(self) -> bool:
-        """Evict the least recently used copy without users. Return False if there is none."""
-        idle = next((version for version, buffer in self._kept.items() if not buffer.num_users), None)
-        if idle is None:
+        """Evict a copy without users. Return False if there is none."""
+        held, idle = Counter[str](), list[VersionRecord]()
+        for buffer in self._kept.values():
+            assert buffer.copy is not None
+            held[buffer.copy.record.tenant] += buffer.num_bytes
+            if not buffer.num_users:
+                idle.append(buffer.copy.record)
+        # Of equals the first.
+        chosen = max(idle, key=lambda record: held[record.tenant], default=None)
+        if chosen is None:
             return False
-        self.drop(idle, "capacity")
+        self.drop(chosen.label, "capacity")
         return True
 
     def _release(self, buffer: HostBuffer) -> None:

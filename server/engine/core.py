@@ -31,7 +31,7 @@ from server.engine.request_state import (
     mask_timeout,
     masked,
 )
-from server.engine.sampler import SampledToken, Sampler, sample, score
+from server.engine.sampler import SampledToken, divided, sample, score
 from server.engine.scheduler import Scheduler, StepPlan
 from server.engine.sequence import Sequence
 from server.errors import ContextTooLong, EngineFailed, InvalidRequest, QueueFull
@@ -525,8 +525,7 @@ class EngineCore:
 
     def charge_reading(self, tenant: str, seconds: float) -> None:
         """Charge a tenant for reading one of its messages and doing what it asks."""
-        self._scheduler.charge_tenant(tenant, seconds)
-        self._telemetry.seconds(tenant, "step", seconds)
+        self._telemetry.seconds(tenant, "step", self._scheduler.charge_tenant(tenant, seconds))
 
     def _batch(self, plan: StepPlan) -> Batch:
         """Return the planned sequences with their deltas; those of one delta stand together, the base's first."""
@@ -641,7 +640,9 @@ class EngineCore:
             else:
                 self._requests.fail(open_[0][0], step_failed(error))
             return
-        self._charge_sampling([(output.sampler, sequence) for _, output, sequence, _ in open_], began)
+        seconds = time.monotonic() - began
+        own = divided([output.sampler for _, output, _, _ in open_], seconds)
+        self._charge_sampling(list(zip((sequence for _, _, sequence, _ in open_), own, strict=True)), seconds)
         for (state, output, sequence, _), token in zip(open_, tokens, strict=True):
             if state.request.id in self._requests:
                 with self._requests.failing_alone(state):
@@ -650,15 +651,11 @@ class EngineCore:
                     self._kv_cache.cache_full_pages(sequence)
                     self._send(state, sequence, output, token)
 
-    def _charge_sampling(self, rows: list[tuple[Sampler, Sequence]], began: float) -> None:
-        """Divide the time of a call that has sampled among its sequences, by what each of them takes about."""
-        seconds = time.monotonic() - began
+    def _charge_sampling(self, costs: list[tuple[Sequence, float]], seconds: float) -> None:
+        """Divide the time of a call that has sampled among its sequences, by the cost of each."""
         self._sampling_s += seconds
-        per_cost = seconds / sum(sampler.cost for sampler, _ in rows)
-        for sampler, sequence in rows:
-            own = sampler.cost * per_cost
-            sequence.queue.charge(own)
-            self._telemetry.seconds(sequence.tenant, "sample", own)
+        for tenant, own in self._scheduler.charge_sampling(costs, seconds).items():
+            self._telemetry.seconds(tenant, "sample", own)
 
     def _send(
         self, state: RequestState, sequence: Sequence, output: SequenceOutput, token: SampledToken

@@ -152,6 +152,7 @@ class SequenceOutput:
         params = state.request.sampling_params
         self.sequence = sequence
         self.sampler = Sampler(params, sequence.index, state.prompt)
+        sequence.sampling_cost = self.sampler.cost
         self.last_token_at: float | None = None
         self.is_constrained = params.is_constrained
         # For the next token; None while it has not come, and of a sequence that is not constrained.

@@ -24,9 +24,13 @@ MAX_SEQUENCES = 1 << 20
 # Part of a step's tokens that one prompt may have whatever its context: with fewer, a long prompt would mostly read its
 # context.
 MIN_CHUNK = 1 / 8
+# A sequence whose tokens take longer to sample, in argmaxes, is one of the slow ones. While several tenants are served,
+# those of a step take at most so many, decoding sequences and completed prompts each: some 15 ms with 128k tokens.
+SLOW_SAMPLING, MAX_SLOW_SAMPLING = 20.0, 250.0
 # Weight of the steps before, in the estimate of what a step takes, after each further one.
 DECAY = 0.98
-# A step counts as at most so many times the estimate, or as a second: no tenant pays for a machine that was paused.
+# A step counts as at most so many times the estimate, or as a second, and all that is between two steps as a second: no
+# tenant pays for a machine that was paused.
 MAX_FACTOR, MIN_BOUND_S = 10.0, 1.0
 
 
@@ -69,6 +73,7 @@ class StepPlan:
     # What the step takes, and the part of it that prompts take, in tokens without context.
     load: float = 0.0
     prompt_load: float = 0.0
+    slow_sampling: float = 0.0  # that the slow sequences of complete prompts take, in argmaxes
     decoding: set[str] = field(default_factory=set)  # tenants of the sequences that decode
     preempted: list[Sequence] = field(default_factory=list)  # waiting again without pages, not in the batch
     # Removed: the KV cache cannot hold them even alone.
@@ -118,8 +123,8 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # by arrival
         # Arrival of the sequence that last found too few pages, and how many pages were available then.
         self._too_few_pages = -1, -1
-        self._num_added = 0
-        self._step_seconds = StepSeconds()
+        self._num_added = self._num_slow = 0
+        self._step_seconds, self._sampling_seconds = StepSeconds(), StepSeconds()
         # The time of the last call that passed one.
         self._now = 0.0
 
@@ -206,19 +211,64 @@ class Scheduler:
             by_tenant[sequence.tenant] = by_tenant.get(sequence.tenant, 0.0) + cost.total * rate
         return by_tenant
 
-    def charge_tenant(self, tenant: str, seconds: float) -> None:
-        """Charge a tenant for what the engine's thread did for it outside of a step."""
-        self._queue.charge(tenant, seconds)
+    def charge_sampling(self, costs: list[tuple[Sequence, float]], seconds: float) -> dict[str, float]:
+        """Divide what a call that has sampled took among its sequences, and charge their variant queues.
+
+        Args:
+            costs: sequences, each with what its token took beside those of others.
+            seconds: that the call took.
+
+        Returns:
+            The seconds of each tenant.
+        """
+        total = sum(cost for _, cost in costs)
+        rate = self._sampling_seconds.took(seconds, len(costs)) / total if total else 0.0
+        by_tenant: dict[str, float] = {}
+        for sequence, cost in costs:
+            sequence.queue.charge(cost * rate)
+            by_tenant[sequence.tenant] = by_tenant.get(sequence.tenant, 0.0) + cost * rate
+        return by_tenant
+
+    def charge_tenant(self, tenant: str, seconds: float) -> float:
+        """Charge a tenant for what the engine's thread did for it outside of a step. Return the seconds that count."""
+        counted = min(max(0.0, seconds), MIN_BOUND_S)
+        self._queue.charge(tenant, counted)
+        return counted
 
     def _decode(self, plan: StepPlan) -> None:
         """Plan one token for each running sequence whose prompt is computed, in order of arrival."""
+        passed = self._passed()
         for sequence in self.running:
-            if sequence.arrival not in self._running or sequence.num_missing_tokens != 1:
+            if (
+                sequence.arrival not in self._running
+                or sequence.num_missing_tokens != 1
+                or sequence in passed
+            ):
                 continue
             if self._allocate_next(sequence, plan):
                 plan.add(sequence, 1)
                 plan.load += self._load(sequence.num_computed_tokens)
                 plan.decoding.add(sequence.tenant)
+
+    def _passed(self) -> set[Sequence]:
+        """Return the slow sequences whose next token waits for another step.
+
+        Those of the least-served tenants go first, and a tenant's take turns. While one tenant is
+        served alone, none waits.
+        """
+        if self._queue.num_tenants < 2:
+            return set()
+        slow = [s for s in self._running.values() if s.num_missing_tokens == 1 and is_slow(s)]
+        slow.sort(key=lambda sequence: (sequence.queue.tenant.counter, sequence.slow_turn, sequence.arrival))
+        passed, total = set[Sequence](), 0.0
+        for sequence in slow:
+            total += sequence.sampling_cost
+            if total > max(MAX_SLOW_SAMPLING, sequence.sampling_cost):
+                passed.add(sequence)
+            else:
+                self._num_slow += 1
+                sequence.slow_turn = self._num_slow
+        return passed
 
     def _load(self, num_context: int) -> float:
         """Return what a token behind so many others takes, in tokens without context: attention reads all of them."""
@@ -280,7 +330,19 @@ class Scheduler:
         num_context = sequence.num_computed_tokens + plan.batch.get(sequence, 0)
         least = max(1, int(MIN_CHUNK * self._max_batch_tokens)) - plan.num_prompt_tokens
         timely = max(least, int(left / self._load(num_context)))
-        return min(self._max_batch_tokens - plan.num_tokens, timely)
+        room = min(self._max_batch_tokens - plan.num_tokens, timely)
+        if self._has_sampling_time(sequence, plan):
+            return room
+        # Behind its last token it would be sampled from.
+        return min(room, sequence.num_missing_tokens - plan.batch.get(sequence, 0) - 1)
+
+    def _has_sampling_time(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Return whether a prompt that the step completes may be sampled from in it."""
+        return (
+            not is_slow(sequence)
+            or self._queue.num_tenants < 2
+            or plan.slow_sampling + sequence.sampling_cost <= max(MAX_SLOW_SAMPLING, sequence.sampling_cost)
+        )
 
     def _use_rest(self, plan: StepPlan) -> None:
         """Give the tokens that are left to prompts that could use more than their share."""
@@ -297,6 +359,8 @@ class Scheduler:
         plan.add(sequence, num_tokens)
         plan.num_prompt_tokens += num_tokens
         plan.num_scored += num_tokens if sequence.needs_prompt_logits else 0
+        if is_slow(sequence) and plan.batch[sequence] == sequence.num_missing_tokens:
+            plan.slow_sampling += sequence.sampling_cost
         plan.load += load
         plan.prompt_load += load
         cost = plan.costs.setdefault(sequence, StepCost())
@@ -422,6 +486,11 @@ class Scheduler:
     def _refuse(self, sequence: Sequence, plan: StepPlan) -> None:
         plan.too_long.append(sequence)
         self.remove(sequence)
+
+
+def is_slow(sequence: Sequence) -> bool:
+    """True for a sequence of which a step samples few while several tenants are served."""
+    return sequence.sampling_cost > SLOW_SAMPLING
 
 
 def _fairness_key(sequence: Sequence) -> tuple[float, bool, float, int]:

@@ -153,6 +153,8 @@ class Sequence:
         self.waiting_since = 0.0
         self.num_tokens_at_admission = 0
         self.num_charged_tokens = 0  # prompt tokens charged so far; recomputing them costs nothing
+        self.sampling_cost = 1.0  # what a token takes about to sample, in argmaxes
+        self.slow_turn = 0  # when its turn was among those with a great one
 
     def resume(self, token_ids: Iterable[int]) -> None:
         """Take tokens that an engine before this one has generated and charged."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from server.deltas.residency import Residency
 from server.engine.kv_cache_manager import KVCacheManager
-from server.engine.scheduler import Scheduler, StepCost, StepPlan
+from server.engine.scheduler import MAX_SLOW_SAMPLING, Scheduler, StepCost, StepPlan, is_slow
 from server.engine.sequence import Sequence, TenantQueue
 
 # vLLM's on the CPU; those on CUDA are smaller.
@@ -98,6 +98,8 @@ class Admission(Scheduler):
         self._now = now
         self._slot_policy.update(now, lambda sequence: self._preempt(sequence, plan))
         passed: list[TenantQueue] = []
+        for extra in self._too_slow():
+            self._preempt(extra, plan)
         while (first := self._queue.first()) is not None:
             if len(self._running) >= self._max_num_seqs and not self._preempt_for(first, plan):
                 break
@@ -108,6 +110,7 @@ class Admission(Scheduler):
                 for prompt in long[1:]:
                     self._preempt(prompt, plan)
             is_blocked = not is_alone and bool(long) and self._is_long(first)
+            is_blocked |= first in self._too_slow(first)
             if not is_blocked and self._make_room(first, plan):
                 self._start(first)
                 on_admit(first)
@@ -131,6 +134,26 @@ class Admission(Scheduler):
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.num_missing_tokens > self._max_chunk
+
+    def _too_slow(self, *more: Sequence) -> list[Sequence]:
+        """Return the slow sequences, running ones and `more`, that a step has no time to sample beside other tenants'.
+
+        vLLM samples all that it has in each step. The first of each tenant goes before the second ones, so that none
+        stops for a tenant that has as many.
+        """
+        if self._queue.num_tenants < 2:
+            return []
+        places, order = Counter[str](), list[tuple[int, int, Sequence]]()
+        for sequence in sorted((*self.running, *more), key=lambda each: each.arrival):
+            if is_slow(sequence):
+                order.append((places[sequence.tenant], sequence.arrival, sequence))
+                places[sequence.tenant] += 1
+        total, beyond = 0.0, list[Sequence]()
+        for *_, sequence in sorted(order, key=lambda one: one[:2]):
+            total += sequence.sampling_cost
+            if total > max(MAX_SLOW_SAMPLING, sequence.sampling_cost):
+                beyond.append(sequence)
+        return beyond
 
     def _make_room(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Return whether vLLM has room for a prompt. What is preempted for it stays in vLLM's prefix cache."""

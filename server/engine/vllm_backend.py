@@ -113,6 +113,7 @@ class OwnRow:
     is_paused: bool  # behind each token, until our sampler has drawn it with a mask
     logits: Tensor | None = None  # [vocab] float32, of the last step
     error: Exception | None = None
+    drawn_s: float = 0.0  # that drawing took in the last step
     internal_id: str = ""  # vLLM's, of a sequence that pauses
     num_given: int = 0  # tokens that vLLM has of it
 
@@ -136,7 +137,10 @@ class OwnRow:
         return logits
 
     def _forced(self, logits: Tensor) -> Tensor:
-        if (token := self.output.sampler.draw(logits[: self.num_embeddings])) < 0:
+        began = time.monotonic()
+        token = self.output.sampler.draw(logits[: self.num_embeddings])
+        self.drawn_s += time.monotonic() - began
+        if token < 0:
             raise not_finite()
         forced = torch.full_like(logits, -torch.inf)
         forced[token] = 0.0
@@ -215,6 +219,7 @@ class VllmCore(EngineCore):
                 elif (row := self._rows.get(name)) is not None and row.lacks_tokens:
                     self._go_on(state, row)
         outputs = self._llm.step()
+        self._charge_draws()
         fault = self._manager.take_fault()
         for output in outputs:
             given = self._sequences.get(output.request_id)
@@ -232,6 +237,14 @@ class VllmCore(EngineCore):
         self._admission.add_costs(plan, num_generated)
         variants = {sequence.version for sequence in plan.batch} - {None}
         self._charge(plan, began, len({s.request_id for s in plan.batch}), len(variants))
+
+    def _charge_draws(self) -> None:
+        """Charge what our sampler took inside vLLM's step to the sequences that it drew for."""
+        costs = [(row.output.sequence, row.drawn_s) for row in self._rows.values() if row.drawn_s]
+        if costs:
+            self._charge_sampling(costs, sum(seconds for _, seconds in costs))
+        for row in self._rows.values():
+            row.drawn_s = 0.0
 
     def _give(self, state: RequestState, sequence: Sequence) -> None:
         """Give vLLM a sequence with all tokens that it has so far."""

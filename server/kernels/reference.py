@@ -60,9 +60,10 @@ class Draw(msgspec.Struct, frozen=True, eq=False):
     top_p: float = 1.0
     min_p: float = 0.0
     penalty: float = 1.0
-    seen: array[int] = msgspec.field(default_factory=lambda: array("i"))  # each token once
-    biased: array[int] = msgspec.field(default_factory=lambda: array("i"))  # tokens
-    biases: array[float] = msgspec.field(default_factory=lambda: array("f"))  # what is added to their logits
+    # One for all: nothing is ever added to them.
+    seen: array[int] = array("i")  # each token once
+    biased: array[int] = array("i")  # tokens
+    biases: array[float] = array("f")  # what is added to their logits
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""A request for tokens as the engine takes it, its sampling parameters and rules, and its HTTP request.
+"""A request for tokens as the engine takes it, its sampling parameters, and its HTTP request.
 
 The middleware sets `current_request`. Tasks and threads that a request starts inherit it, so that their log lines
 can name it.
@@ -11,13 +11,14 @@ import re
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Self
 
 from deltastore.registry.records import VersionRecord
 from server.errors import ContextTooLong, InvalidRequest
+from server.protocol.rules import NEUTRAL, GenerationRules
 
 # https://www.w3.org/TR/trace-context/: version, trace id, id of the caller's span, flags; later versions may add more.
 TRACEPARENT = re.compile(
@@ -55,48 +56,6 @@ def trace_id_of(traceparent: str | None) -> str | None:
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRules:
-    """Fields of transformers' `GenerationConfig`, checked and bounded by `server/text/generation_config.py`."""
-
-    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
-    encoder_repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    encoder_no_repeat_ngram_size: int = 0
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    min_length: int = 0  # prompt included
-    min_new_tokens: int | None = None  # `min_length` is ignored if it is given
-    forced_bos_token_id: int | None = None
-    forced_eos_token_id: tuple[int, ...] = ()
-    exponential_decay_length_penalty: tuple[int, float] | None = None
-    suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
-    # Applies to sampling only.
-    top_h: float | None = None
-    typical_p: float = 1.0
-    epsilon_cutoff: float = 0.0
-    eta_cutoff: float = 0.0
-    renormalize_logits: bool = False
-
-    @property
-    def is_neutral(self) -> bool:
-        """True if no rule changes any logit."""
-        return self == NEUTRAL
-
-    def lists(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield each list of token ids with the name of its field."""
-        yield from (("sequence_bias", ids) for ids, _ in self.sequence_bias)
-        yield from (("bad_words_ids", ids) for ids in self.bad_words_ids)
-        if self.forced_bos_token_id is not None:
-            yield "forced_bos_token_id", (self.forced_bos_token_id,)
-        yield "forced_eos_token_id", self.forced_eos_token_id
-        yield "suppress_tokens", self.suppress_tokens
-        yield "begin_suppress_tokens", self.begin_suppress_tokens
-
-
-NEUTRAL = GenerationRules()
 
 
 # Tokens of one request whose logits a client may change.

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from math import log2
 from typing import Any
 
@@ -150,7 +149,6 @@ class VariantRouter:
         return ahead_s + costs.load_from_disk_s + eviction_s + costs.affinity_s * log2(1 + rank)
 
 
-@lru_cache(maxsize=1 << 20)
 def _hash(variant: str, replica: str) -> float:
     """Return a number in [0, 1) that variant and replica determine, on every machine alike."""
     digest = hashlib.blake2b(f"{variant}\0{replica}".encode(), digest_size=8).digest()

@@ -5,9 +5,10 @@ Each field that transformers' `generate()` obeys is obeyed, or refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.format.files import GENERATION_FILE
 from deltastore.format.header import parse_json
 from server.errors import InvalidRequest
-from server.protocol.request import GenerationRules, SamplingParams
+from server.protocol.request import SamplingParams
+from server.protocol.rules import BiasTable, GenerationRules, ban_table, id_list
 from server.text.failures import failures_as
 
 # A model has a few end tokens.
@@ -53,8 +55,12 @@ REFUSED: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 # A cache of rounded keys and values gives other tokens.
 REFUSED_CACHE = "quantized"
-# Fields of `GenerationRules` of which each token id must be one of the variant's, as in transformers.
+# Fields of which each token id must be one of the variant's, as in transformers.
 KNOWN_IDS = ("sequence_bias", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id")
+ID_LISTS = ("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+LISTS_OF_IDS = ("sequence_bias", "bad_words_ids")
+# Estimated size of an end token in a set.
+EOS_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +84,17 @@ class Generation:
             ValueError: a rule needs a token id that there is not.
         """
         made = cls(eos_token_ids(config), sampling_defaults(config), config.get("max_length"))
-        for name, ids in generation_rules(config).lists():
-            if name in KNOWN_IDS and ids and max(ids) >= num_embeddings:
-                raise ValueError(f"{name} holds the token id {max(ids)}, not below {num_embeddings}")
+        for name in KNOWN_IDS:
+            most = max(_ids_of(config, name), default=-1)
+            if most >= num_embeddings:
+                raise ValueError(f"{name} holds the token id {most}, not below {num_embeddings}")
         return made
 
     @property
-    def num_ids(self) -> int:
-        """Number of token ids that it holds."""
+    def num_bytes(self) -> int:
+        """About the size of its token ids in bytes."""
         rules: GenerationRules | None = self.defaults.get("rules")
-        return len(self.eos_token_ids) + sum(len(ids) for _, ids in (rules.lists() if rules else ()))
+        return EOS_BYTES * len(self.eos_token_ids) + (rules.num_bytes if rules else 0)
 
 
 def sampling_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,18 +120,10 @@ def sampling_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def generation_rules(config: Mapping[str, Any]) -> GenerationRules:
     """Return the rules of a checked generation config."""
-
-    def ids(name: str) -> tuple[int, ...]:
-        value = config.get(name)
-        return (value,) if isinstance(value, int) else tuple(value or ())
-
     rules: dict[str, Any] = {
-        "sequence_bias": tuple(
-            (tuple(each), float(bias)) for each, bias in config.get("sequence_bias") or ()
-        ),
-        "bad_words_ids": tuple(map(tuple, config.get("bad_words_ids") or ())),
-        **{name: ids(name) for name in ("forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")},
-        "renormalize_logits": config.get("renormalize_logits") is True,
+        "sequence_bias": BiasTable.of(config.get("sequence_bias") or ()),
+        "bad_words_ids": ban_table(config.get("bad_words_ids") or ()),
+        **{name: id_list(_ids_of(config, name)) for name in ID_LISTS},
     }
     names = ["min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"]
     names += ["forced_bos_token_id", "encoder_repetition_penalty"]
@@ -134,6 +133,16 @@ def generation_rules(config: Mapping[str, Any]) -> GenerationRules:
     if (decay := config.get("exponential_decay_length_penalty")) is not None:
         rules["exponential_decay_length_penalty"] = (decay[0], float(decay[1]))
     return GenerationRules(**rules)
+
+
+def _ids_of(config: Mapping[str, Any], name: str) -> Iterable[int]:
+    """Return the token ids that a field of a checked generation config holds."""
+    value = config.get(name)
+    if isinstance(value, int):
+        return (value,)
+    if name in LISTS_OF_IDS:
+        return chain.from_iterable(each if name == "bad_words_ids" else each[0] for each in value or ())
+    return value or ()
 
 
 def eos_token_ids(config: Mapping[str, Any]) -> frozenset[int]:
@@ -268,7 +277,7 @@ def _check_rules(document: Mapping[str, Any]) -> None:
         if document.get(name) is not None:
             _require_number(name, document[name], least, most)
     num_ids = 0
-    for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
+    for name in ID_LISTS:
         value = document.get(name) or ()
         num_ids += _num_ids(name, [value] if isinstance(value, int) else value, is_known=name in KNOWN_IDS)
     for each in _list("bad_words_ids", document.get("bad_words_ids")):

@@ -25,6 +25,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
 from deltastore.verified_object import Sink, read_files
 from server.fairness import FairCache, FairLimiter, Share, tenant_of
+from server.protocol.rules import BiasTable
 from server.registry_calls import RegistryCalls
 from server.tenants.loop_ledger import timed_on_thread
 from server.text.answer_form import RenderedChat, render_prompt
@@ -339,9 +340,10 @@ class VariantText:
         ids = await self._run(len(text), LoadedTokenizer.encode, text, max_tokens, adds_special, "messages")
         return RenderedChat(ids, prompt.form.with_special(base.special_tokens))
 
-    async def banned(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of words that must not come; raises as `LoadedTokenizer.banned`."""
-        return await self._run(sum(map(len, words)), LoadedTokenizer.banned, words)
+    async def banned(self, words: tuple[str, ...]) -> BiasTable:
+        """Return the table of words that must not come; raises as `LoadedTokenizer.banned`."""
+        # Each is tokenized behind a space and behind other text, too.
+        return await self._run(3 * sum(map(len, words)), LoadedTokenizer.banned, words)
 
     async def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -438,7 +440,6 @@ def _num_chars(ids: Sized) -> int:
 CACHE_BYTES = 64 << 20
 # Estimated size of one variant's facts without its template and token ids.
 FACTS_BYTES = 16 << 10
-TOKEN_ID_BYTES = 64
 MAX_WORKS = 4096
 
 
@@ -584,4 +585,4 @@ class SingleFlight:
 def _num_bytes(facts: TextFacts) -> int:
     # A character has at most four bytes in memory.
     num_chars = sum(map(len, facts.templates.values()))
-    return FACTS_BYTES + TOKEN_ID_BYTES * facts.generation.num_ids + 4 * num_chars
+    return FACTS_BYTES + facts.generation.num_bytes + 4 * num_chars

@@ -20,6 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deltastore.errors import ArtifactError
 from server.errors import ContextTooLong, InvalidRequest
+from server.protocol.rules import BiasTable, ban_table
 from server.text.answer_form import RenderedChat, render_prompt
 from server.text.chat_template import DEFAULT, Conversation, choose
 from server.text.detokenizer import (
@@ -160,8 +161,8 @@ class LoadedTokenizer:
             raise too_many_tokens(len(ids), max_tokens, param)
         return ids
 
-    def banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of words that must not come, of each behind a space, behind other text, and as it is.
+    def banned(self, words: Sequence[str]) -> BiasTable:
+        """Return the table of words that must not come, of each behind a space, behind other text, and as it is.
 
         Raises:
             InvalidRequest: they have too many tokens, or the tokenizer refuses one.
@@ -177,7 +178,7 @@ class LoadedTokenizer:
         found.pop((), None)
         if sum(map(len, found)) > MAX_RULE_IDS:
             raise InvalidRequest(f"bad_words have more than {MAX_RULE_IDS} tokens: send fewer", "bad_words")
-        return tuple(found)
+        return ban_table(found)
 
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:

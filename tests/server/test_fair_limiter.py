@@ -214,6 +214,23 @@ def test_a_tenant_that_comes_late_begins_with_the_seconds_of_those_that_are_serv
     run(test())
 
 
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_jumps_makes_a_tenant_wait_for_a_minute_of_others_at_most(jump_s: float) -> None:
+    async def test() -> None:
+        clock = Clock()
+        tasks = Tasks(FairLimiter(num_permits=1, permits_per_share=1, max_waiting=99, clock=clock))
+        for name in ("a1", "a2", *(f"b{number}" for number in range(90))):
+            await tasks.start(name)
+        clock.now += jump_s
+        await tasks.end("a1")
+        while tasks.order[-1] != "a2":
+            clock.now += 1.0
+            await tasks.end(tasks.order[-1])
+        assert len(tasks.order) == pytest.approx(63 if jump_s > 0 else 3, abs=1)
+
+    run(test())
+
+
 def test_nobody_has_a_debt_when_all_were_idle() -> None:
     async def test() -> None:
         clock = Clock()

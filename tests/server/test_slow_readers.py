@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from server.web_server import NUM_RESERVED
+from server.connections import NUM_RESERVED
 from tests.server.helpers.live_server import WAIT_S, LiveServer, live_server
 from tests.server.helpers.served import make_family
 from tests.server.helpers.web import Web, code_of, serving, talk

@@ -10,7 +10,7 @@ import openai.types as openai_types
 import pytest
 from openai.types.chat import completion_create_params as chat_params
 
-from server.api.fields import MAX_TOLD, NEUTRAL, ignored_fields, told
+from server.api.fields import MAX_LOGGED, MAX_TOLD, NEUTRAL, IgnoredNames, ignored_fields, told
 from server.api.schemas import ChatBody, CompletionBody
 from server.errors import InvalidRequest
 from tests.helpers.tiny_models import make_tokenizer
@@ -184,8 +184,17 @@ def test_a_head_names_a_bounded_number_of_fields_and_the_log_each_once(
     caplog.set_level(logging.INFO, "server.api.fields")
     many = tuple(f"a field of my own {number} {'x' * 100}" for number in range(1000))
     assert len(told(many)) < MAX_TOLD * 70
-    told(many)
-    assert 0 < len(caplog.records) <= 256
+    ignored = IgnoredNames()
+    for _ in range(2):
+        ignored.tell(many, "a")
+    assert len(caplog.records) == MAX_LOGGED // 2
+    # Whatever one tenant sends, the log tells those of others.
+    ignored.tell((*many, "tempreature"), "b")
+    ignored.tell(("tempreature",), "c")
+    assert "tempreature" in caplog.messages[-1]
+    for number in range(100):
+        ignored.tell(tuple(f"{number} {each}" for each in range(1000)), f"tenant {number}")
+    assert len(caplog.records) <= MAX_LOGGED
 
 
 @pytest.mark.parametrize(("name", "neutral"), [(n, v) for n, values in NEUTRAL.items() for v in values or ()])

@@ -33,13 +33,13 @@ class CacheHarness:
     cache: HostCache
     metrics: EngineMetrics
 
-    def read(self, number: int, num_pages: int = 1, keep: bool = True) -> None:
+    def read(self, number: int, num_pages: int = 1, keep: bool = True, tenant: str = "default") -> None:
         """Read a delta into the cache as a load does."""
         with self.cache.buffer(num_pages * PAGE_BYTES) as buffer:
             assert buffer is not None
             buffer.memory.fill_(number)
             if keep:
-                self.cache.keep(buffer, *delta(number))
+                self.cache.keep(buffer, *delta(number, tenant))
 
     def memory(self, number: int) -> Tensor | None:
         with self.cache.copy_of(label(number)) as copy:
@@ -70,9 +70,9 @@ def label(number: int) -> str:
     return delta(number)[0].label
 
 
-def delta(number: int) -> tuple[VersionRecord, DeltaLayout]:
+def delta(number: int, tenant: str = "default") -> tuple[VersionRecord, DeltaLayout]:
     record = VersionRecord(
-        tenant="default", name=f"v{number}", version=1, digest=digest(number), size_bytes=1, data_start=0,
+        tenant=tenant, name=f"v{number}", version=1, digest=digest(number), size_bytes=1, data_start=0,
         device_bytes=1, base_fingerprint="0" * 64, chunk_sha256=(), created_at="", method="both",
         report="0" * 32, activate=True,
     )  # fmt: skip
@@ -109,6 +109,19 @@ def test_the_least_recently_used_copy_is_evicted() -> None:
     assert cached.metric("host_cache_bytes") == 8 * PAGE_BYTES
     assert cached.metric("variants_resident", level="host") == 4
     assert cached.metric("variant_resident", variant="default/v2", level="host") is None
+
+
+def test_a_tenant_with_many_deltas_replaces_its_own() -> None:
+    cached = fixture(limit_pages=8)
+    for number in (1, 2):
+        cached.read(number, num_pages=2, tenant="few")
+    for number in range(10, 30):
+        cached.read(number, num_pages=2, tenant="many")
+    labels = [record.label for record in cached.cache.records()]
+    assert [label.split("/")[0] for label in labels] == ["few", "many", "many", "many"]
+    # The other one has back what was its own.
+    cached.read(1, num_pages=2, tenant="few")
+    assert sum(record.tenant == "few" for record in cached.cache.records()) == 2
 
 
 def test_a_larger_delta_replaces_neighbours() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from collections import Counter
 
-from server.engine.sampler import PromptHistory, Sampler
-from server.engine.scheduler import MIN_BOUND_S, Scheduler, StepPlan, StepSeconds
+import pytest
+import torch
+
+from server.engine.sampler import PromptHistory, Sampler, divided
+from server.engine.scheduler import MAX_SLOW_SAMPLING, MIN_BOUND_S, Scheduler, StepPlan, StepSeconds
 from server.engine.sequence import MAX_DEBT_S
-from server.protocol.request import GenerationRules, SamplingParams, token_ids_of
+from server.protocol.request import SamplingParams, token_ids_of
+from server.protocol.rules import GenerationRules, id_list
 from tests.server.helpers.simulation import SimSequence, Simulation, StepLimits, simulate, step_limits
 
 
@@ -52,6 +57,23 @@ def test_no_tenant_pays_for_a_machine_that_was_paused() -> None:
     assert seconds.per_cost < 0.001
 
 
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_jumps_while_tokens_are_sampled_or_messages_read_leaves_no_debt_and_no_credit(
+    jump_s: float,
+) -> None:
+    scheduler = Simulation(step_limits(max_batch_tokens=100, max_num_seqs=8)).scheduler()
+    first, second = decoding(scheduler, "first"), decoding(scheduler, "second", tenant="b")
+    before = first.queue.tenant.counter, second.queue.tenant.counter
+    for seconds in [*[0.02] * 100, jump_s]:
+        own = scheduler.charge_sampling([(first, 3.0), (second, 1.0)], seconds)
+        assert own["a"] == pytest.approx(3 * own["b"])
+    assert scheduler.charge_sampling([(first, 0.0)], jump_s) == {"a": 0.0}
+    jumped = max(0.0, min(jump_s, MIN_BOUND_S))
+    assert first.queue.tenant.counter - before[0] == pytest.approx(0.75 * (2.0 + jumped))
+    assert scheduler.charge_tenant("b", jump_s) == jumped
+    assert second.queue.tenant.counter - before[1] == pytest.approx(0.25 * (2.0 + jumped) + jumped)
+
+
 def test_a_step_of_a_slow_machine_counts_whole() -> None:
     seconds = StepSeconds()
     for _ in range(100):
@@ -74,7 +96,8 @@ def test_a_tenant_that_had_the_engine_for_itself_waits_for_a_bounded_time() -> N
 def test_a_debt_is_forgotten_while_its_tenant_rests() -> None:
     sim = Simulation(step_limits(max_num_seqs=8, max_batch_tokens=128))
     scheduler = sim.scheduler()
-    scheduler.charge_tenant("debtor", 7 * 86400.0)
+    for _ in range(3600):
+        scheduler.charge_tenant("debtor", 1.0)
     scheduler.add(sequence("first", 10, tenant="other"), 0.0)
     scheduler.add(sequence("second", 10, tenant="debtor"), 0.0)
     assert [each.queue.tenant.counter for each in scheduler.plan(0.0).batch] == pytest.approx(
@@ -122,16 +145,92 @@ def test_prompts_leave_a_part_of_each_step_to_decoding_sequences_of_others(
     assert sum(plan.batch.get(each, 0) for each in prompts) == num_tokens
 
 
+def test_each_row_pays_for_its_rules_whatever_they_were_estimated_to_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("server.engine.sampler.time.monotonic", lambda: float(next(clock)))
+    prompt = PromptHistory(token_ids_of([1]))
+    ruled = SamplingParams(temperature=0.0, rules=GenerationRules(no_repeat_ngram_size=3))
+    samplers = [Sampler(SamplingParams(temperature=0.0), 0, prompt), Sampler(ruled, 0, prompt)]
+    for each in samplers[1:] * 2:
+        each.scores(torch.zeros(8))
+    # Each call took a second by this clock.
+    assert divided(samplers, 3.0) == [0.5, 2.5]
+    assert divided(samplers, 3.0) == [1.5, 1.5]
+    samplers[1].scores(torch.zeros(8))
+    assert divided(samplers, 0.5) == [0.0, 1.0]
+
+
+def slow(scheduler: Scheduler, name: str, tenant: str) -> SimSequence:
+    made = decoding(scheduler, name, 1, tenant=tenant)
+    made.sampling_cost = MAX_SLOW_SAMPLING / 2.5
+    return made
+
+
+def decoded(scheduler: Scheduler, num_steps: int) -> list[list[str]]:
+    """Return the ids of the sequences of each step; each is charged what it takes to sample."""
+    steps = []
+    for _ in range(num_steps):
+        plan = scheduler.plan(0.0)
+        scheduler.charge_sampling([(each, each.sampling_cost) for each in plan.batch], 1e-4 * len(plan.batch))
+        for each in plan.batch:
+            each.num_computed_tokens += 1
+            each.generated_ids.append(1)
+        steps.append([each.id for each in plan.batch])
+    return steps
+
+
+def test_of_sequences_that_take_long_to_sample_a_step_has_a_few_while_others_are_served() -> None:
+    scheduler = Simulation(step_limits(max_batch_tokens=100, max_num_seqs=16)).scheduler()
+    for number in range(6):
+        slow(scheduler, f"slow {number}", "a")
+    # A tenant alone has them all in each step.
+    assert all(len(each) == 6 for each in decoded(scheduler, 3))
+    decoding(scheduler, "honest", 1, tenant="b")
+    steps = decoded(scheduler, 30)
+    assert all("honest" in each and len(each) == 3 for each in steps)
+    times = Counter(name for each in steps for name in each)
+    assert {times[f"slow {number}"] for number in range(6)} == {10}
+    # Of two tenants with such sequences, each has about as many, however many it sends.
+    slow(scheduler, "few", "c")
+    steps = decoded(scheduler, 30)
+    assert sum("few" in each for each in steps) >= 25
+
+
+def test_a_step_completes_a_few_prompts_of_sequences_that_take_long_to_sample() -> None:
+    scheduler = Simulation(step_limits(max_batch_tokens=100, max_num_seqs=16)).scheduler()
+    decoding(scheduler, "honest", 1, tenant="b")
+    prompts = [sequence(f"prompt {number}", 3) for number in range(6)]
+    for each in prompts:
+        each.sampling_cost = MAX_SLOW_SAMPLING / 2.5
+        scheduler.add(each, 0.0)
+    num_completed = list[int]()
+    while any(each.num_missing_tokens > 1 for each in prompts) and len(num_completed) < 10:
+        plan = scheduler.plan(0.0)
+        done = [each for each in prompts if plan.batch.get(each, 0) == each.num_missing_tokens > 1]
+        num_completed.append(len(done))
+        for one, num_tokens in plan.batch.items():
+            one.num_computed_tokens += num_tokens
+            if one.num_computed_tokens == one.num_tokens:
+                one.generated_ids.append(1)
+    assert num_completed[0] == 2
+    assert max(num_completed) <= 2
+
+
 def test_what_a_token_takes_to_sample_grows_with_what_is_asked() -> None:
     prompt = PromptHistory(token_ids_of([1]))
+    suppressed = GenerationRules(suppress_tokens=id_list([3]))
     asked = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=1.0, top_k=5),
+        SamplingParams(temperature=0.0, rules=suppressed),
         SamplingParams(temperature=1.0, top_k=5, top_p=0.9),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.9, rules=suppressed),
         SamplingParams(temperature=1.0, top_k=5, top_p=0.9, logprobs=20),
-        SamplingParams(temperature=0.0, rules=GenerationRules(suppress_tokens=(3,))),
         SamplingParams(temperature=1.0, rules=GenerationRules(typical_p=0.9)),
+        SamplingParams(temperature=1.0, top_k=5, rules=GenerationRules(typical_p=0.9)),
     ]
     costs = [Sampler(params, 0, prompt).cost for params in asked]
     assert costs == sorted(set(costs))

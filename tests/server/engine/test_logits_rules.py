@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
 
 from server.engine.sampler import PromptHistory, Sampler
-from server.protocol.request import GenerationRules, SamplingParams
+from server.protocol.messages import Submit, decode_client_message, encode
+from server.protocol.request import Request, SamplingParams, token_ids_of
+from server.protocol.rules import BiasTable, GenerationRules, ban_table, id_list
 from server.text.generation_config import sampling_defaults
 from tests.server.helpers.drawing import sample_one, walked
 
@@ -37,7 +47,6 @@ RULES: dict[str, dict[str, Any]] = {
     "decay": {"exponential_decay_length_penalty": [4, 1.2]},
     "suppress": {"suppress_tokens": [0, 5, 900, -1]},
     "begin_suppress": {"begin_suppress_tokens": [1, 2, 8]},
-    "renormalize": {"renormalize_logits": True},
 }
 WARPERS: dict[str, dict[str, Any]] = {
     "default_top_k": {},
@@ -106,6 +115,8 @@ def num_changed(model: Any, config: dict[str, Any], prompt: tuple[int, ...], see
     """Compare each step of a sequence with transformers; return how many steps changed some logit."""
     sampler = Sampler(params_of(config, seed=seed), 0, PromptHistory(prompt))
     reference, tokens, changed = processors(model, config, prompt), list(prompt), 0
+    # Usual warpers are the kernels' part of a draw.
+    rules: Any = LogitsProcessorList(each for each in reference if not type(each).__name__.endswith("Warper"))
     for logits in steps(random.Random(seed)):
         try:
             want = reference(torch.tensor([tokens]), logits[None].clone())[0]
@@ -115,7 +126,8 @@ def num_changed(model: Any, config: dict[str, Any], prompt: tuple[int, ...], see
         if not want.isfinite().any():
             break
         if sampler.rules is not None:
-            torch.testing.assert_close(sampler.scores(logits), want, rtol=0, atol=0)
+            own = want if sampler.warpers else rules(torch.tensor([tokens]), logits[None].clone())[0]
+            torch.testing.assert_close(sampler.scores(logits), own, rtol=0, atol=0)
         plan = sampler.plan(VOCAB_SIZE)
         drawn = sample_one(sampler, logits).token_id
         assert drawn == (int(want.argmax()) if sampler.greedy else walked(want.softmax(-1), plan.uniform))
@@ -233,14 +245,14 @@ def constrained(rules: GenerationRules, allowed: set[int], **more: Any) -> int:
 @pytest.mark.parametrize(
     ("rules", "allowed", "token"),
     [
-        (GenerationRules(suppress_tokens=(9,)), {4, 9}, 4),
-        (GenerationRules(suppress_tokens=(4, 9)), {4, 9}, 9),
+        (GenerationRules(suppress_tokens=id_list([9])), {4, 9}, 4),
+        (GenerationRules(suppress_tokens=id_list([4, 9])), {4, 9}, 9),
         (GenerationRules(forced_bos_token_id=4), {4, 9}, 4),
         (GenerationRules(forced_bos_token_id=7), {4, 9}, 9),
-        (GenerationRules(forced_eos_token_id=(3, 4)), {4, 9}, 4),
+        (GenerationRules(forced_eos_token_id=id_list([3, 4])), {4, 9}, 4),
         (GenerationRules(min_new_tokens=3), {5}, 5),
         (GenerationRules(min_new_tokens=3), {4, 5}, 4),
-        (GenerationRules(sequence_bias=(((7,), 100.0),)), {4, 9}, 9),
+        (GenerationRules(sequence_bias=BiasTable.of([([7], 100.0)])), {4, 9}, 9),
     ],
 )
 def test_a_response_format_wins_over_the_rules(rules: GenerationRules, allowed: set[int], token: int) -> None:
@@ -248,7 +260,8 @@ def test_a_response_format_wins_over_the_rules(rules: GenerationRules, allowed: 
 
 
 def test_rules_that_leave_no_token_do_not_hold() -> None:
-    params = SamplingParams(temperature=0, rules=GenerationRules(suppress_tokens=tuple(range(VOCAB_SIZE))))
+    rules = GenerationRules(suppress_tokens=id_list(range(VOCAB_SIZE)))
+    params = SamplingParams(temperature=0, rules=rules)
     logits = torch.arange(VOCAB_SIZE).float()
     assert sample_one(Sampler(params, 0, PromptHistory((1,))), logits).token_id == VOCAB_SIZE - 1
 
@@ -264,3 +277,136 @@ def test_a_decay_beyond_all_numbers_ends_the_sequence() -> None:
     sampler = Sampler(params, 0, PromptHistory((1,)))
     drawn = [sample_one(sampler, torch.arange(VOCAB_SIZE).float()).token_id for _ in range(300)]
     assert set(EOS) & set(drawn)
+
+
+def sequences(chance: random.Random) -> list[list[int]]:
+    """Return sequences of few different tokens, so that some are behind each other and some equal."""
+    return [
+        [chance.randrange(3) for _ in range(chance.randrange(1, 6))] for _ in range(chance.randrange(1, 40))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sequences_of_any_length_are_biased_and_banned_as_transformers_does(seed: int) -> None:
+    chance = random.Random(seed)
+    biases = [(ids, chance.uniform(-3, 3)) for ids in sequences(chance)]
+    words, of_call = sequences(chance), sequences(chance)
+    rules = GenerationRules(
+        sequence_bias=BiasTable.of(biases),
+        bad_words_ids=ban_table(words),
+        bad_words=ban_table(of_call),
+    )
+    params = SamplingParams(max_new_tokens=100, rules=rules, stop_token_ids=frozenset({1}))
+    prompt = tuple(chance.randrange(3) for _ in range(chance.randrange(1, 5)))
+    sampler, tokens = Sampler(params, 0, PromptHistory(prompt)), list(prompt)
+    processor = SequenceBiasLogitsProcessor([[ids, bias] for ids, bias in biases])
+    reference: Any = LogitsProcessorList([processor])
+    banned = [ids for ids in (*words, *of_call) if ids != [1]]
+    if banned:
+        reference.append(NoBadWordsLogitsProcessor(banned))
+    for _ in range(30):
+        logits = torch.tensor([chance.gauss(0, 2) for _ in range(VOCAB_SIZE)])
+        want = reference(torch.tensor([tokens]), logits[None].clone())[0]
+        torch.testing.assert_close(sampler.scores(logits), want, rtol=0, atol=0)
+        tokens.append(chance.randrange(3))
+        sampler.add(tokens[-1])
+
+
+# As many as a generation config may hold.
+MANY = 4096
+LARGE_VOCAB = MANY + 1
+LARGE: dict[str, GenerationRules] = {
+    "suppressed": GenerationRules(suppress_tokens=id_list(range(MANY))),
+    "banned": GenerationRules(bad_words_ids=ban_table([each] for each in range(MANY))),
+    "banned behind another": GenerationRules(bad_words_ids=ban_table([7, each] for each in range(MANY))),
+    "biased": GenerationRules(sequence_bias=BiasTable.of(([each], -1e9) for each in range(MANY))),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_is_found_beside_4096_others_that_must_not_come(name: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, seed=3, rules=LARGE[name])
+    sampler = Sampler(params, 0, PromptHistory([7]))
+    assert sample_one(sampler, torch.arange(LARGE_VOCAB).flip(0).float()).token_id == MANY
+
+
+class Calls:
+    """Counts the functions, of Python and of C, that are called in its block."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, _: object, event: str, __: object) -> None:
+        self.number += event in ("call", "c_call")
+
+
+def num_calls(rules: GenerationRules) -> int:
+    """Return how many functions are called from the message of a request to its first token."""
+    params = SamplingParams(temperature=0.0, rules=rules)
+    request = Request("id", "tenant", None, None, token_ids_of([5, 7]), LARGE_VOCAB, params)
+    raw, logits = encode(Submit(request, 0.0)), torch.zeros(LARGE_VOCAB)
+    with Calls() as calls:
+        message = decode_client_message(raw)
+        assert isinstance(message, Submit)
+        prompt = PromptHistory(message.request.prompt_ids)
+        sample_one(Sampler(message.request.sampling_params, 0, prompt), logits)
+    return calls.number
+
+
+@pytest.mark.parametrize(
+    ("few", "many"),
+    [
+        (GenerationRules(suppress_tokens=id_list([1])), LARGE["suppressed"]),
+        (GenerationRules(bad_words_ids=ban_table([[1]])), LARGE["banned"]),
+        (GenerationRules(bad_words_ids=ban_table([[7, 1]])), LARGE["banned behind another"]),
+        (
+            GenerationRules(sequence_bias=BiasTable.of([([7, 1], 1.0)])),
+            GenerationRules(sequence_bias=BiasTable.of(([each, 1], 1.0) for each in range(MANY))),
+        ),
+    ],
+)
+def test_the_engine_makes_no_table_of_rules(few: GenerationRules, many: GenerationRules) -> None:
+    """Its thread reads those that came with the request, so other tenants' rules, however many, change nothing."""
+    num_calls(few)
+    assert num_calls(many) == num_calls(few)
+
+
+FLAT, PEAKED = 1.0, 0.02
+
+
+@pytest.mark.parametrize("temperature", [FLAT, PEAKED])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"typical_p": 0.2}, {"typical_p": 0.9}, {"typical_p": 0.95, "top_p": 0.7}, {"typical_p": 0.9, "top_k": 40},
+        {"eta_cutoff": 0.001, "top_p": 0.999}, {"epsilon_cutoff": 0.0003, "top_k": 3000}, {"top_h": 0.4, "top_k": 7},
+        {"typical_p": 0.99, "min_p": 0.01}, {"typical_p": 0.999999},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rare_warpers_keep_what_those_of_transformers_keep_of_many_tokens(
+    config: dict[str, Any], temperature: float, model: Any
+) -> None:
+    given = {"do_sample": True, "top_k": 0, "temperature": temperature, **config}
+    reference = processors(model, given, (1,))
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        # Some tokens are as likely as others, and some impossible.
+        logits = torch.randn(5000, generator=generator)
+        logits[1000:1100] = logits[:100]
+        logits[2000:2100] = -torch.inf
+        sampler = Sampler(params_of(given, seed=seed), 0, PromptHistory([1]))
+        want = reference(torch.tensor([[1]]), logits[None].clone())[0]
+        kept = (sampler.scores(logits) > -torch.inf).nonzero().flatten().tolist()
+        # Where transformers' sort divides tokens that are as likely, all are kept.
+        edge = {token for token in kept if want[token] == -torch.inf}
+        assert {token for token in range(5000) if want[token] > -torch.inf} <= set(kept)
+        assert len(edge) <= 1

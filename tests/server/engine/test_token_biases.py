@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import SequenceBiasLogitsProcessor
 
 from server.engine.sampler import PromptHistory, Sampler
-from server.protocol.request import GenerationRules, SamplingParams
+from server.protocol.request import SamplingParams
+from server.protocol.rules import GenerationRules, id_list
 
 VOCAB = 12
 PENALTIES = st.sampled_from([-2.0, -0.5, 0.0, 0.25, 2.0])
@@ -28,7 +29,7 @@ PARAMS = st.builds(
     stop_token_ids=st.frozensets(st.integers(0, 20), max_size=3),
     max_new_tokens=st.just(16),
     # With a rule, a row is changed in torch and not in the kernel.
-    rules=st.sampled_from([GenerationRules(), GenerationRules(suppress_tokens=(3,))]),
+    rules=st.sampled_from([GenerationRules(), GenerationRules(suppress_tokens=id_list([3]))]),
 )
 
 
@@ -40,7 +41,8 @@ def defined(logits: Tensor, params: SamplingParams, generated: list[int]) -> Ten
         scores[token_id] -= count * params.frequency_penalty + params.presence_penalty
     if len(generated) < params.min_tokens:
         scores[[token_id for token_id in params.stop_token_ids if token_id < VOCAB]] = -math.inf
-    scores[list(params.rules.suppress_tokens)] = -math.inf
+    if not params.rules.is_neutral:
+        scores[3] = -math.inf
     return scores
 
 

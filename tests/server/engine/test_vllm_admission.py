@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from server.engine.scheduler import MAX_SLOW_SAMPLING
 from server.engine.sequence import Sequence
 from server.engine.vllm_admission import Admission, VllmPages, longest_chunk
 from tests.server.helpers.simulation import TOKEN, SimResidency, SimSequence
@@ -104,6 +105,29 @@ def test_no_long_prompt_waits_for_more_than_one_prompt_of_each_other_tenant(vllm
     vllm.add(sequence("b", "b", 400))
     vllm.run(3 * 500 // CHUNK + 400 // CHUNK + 2)
     assert "b" in vllm.first_token
+
+
+def test_of_sequences_that_take_long_to_sample_vllm_has_a_few_while_others_are_served(vllm: Vllm) -> None:
+    def slow(name: str, tenant: str) -> SimSequence:
+        made = sequence(name, tenant, 5, 40)
+        made.sampling_cost = MAX_SLOW_SAMPLING / 2.5
+        return made
+
+    vllm.add(*(slow(f"a{number}", "a") for number in range(6)))
+    vllm.run(3)
+    assert len(vllm.has) == 6
+    vllm.add(sequence("b", "b", 5, 60))
+    vllm.run(3)
+    assert sorted(one.id for one in vllm.has) == ["a0", "a1", "b"]
+    # Another tenant with such a sequence waits for none of them to end, and none is exchanged in turn.
+    vllm.add(slow("c", "c"))
+    vllm.run(3)
+    assert sorted(one.id for one in vllm.has) == ["a0", "b", "c"]
+    vllm.run(5)
+    assert sorted(one.id for one in vllm.has) == ["a0", "b", "c"]
+    # All end.
+    vllm.run(300)
+    assert not vllm.live
 
 
 def test_a_tenant_that_was_passed_over_keeps_its_turn(vllm: Vllm) -> None:

@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from server.connections import Connections
 from server.fairness import FairBudget
 from server.metrics.metrics import FrontendMetrics
 from server.processes import listen
 from server.tenants.loop_ledger import NOBODY, Headers, LoopLedger, Turns
-from server.web_server import Connections, WebServer, run_event_loop
+from server.web_server import WebServer, run_event_loop
 from tests.server.helpers.live_server import WAIT_S
 from tests.server.helpers.web_program import hello
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import GenerationConfig
 
 from deltastore.errors import ArtifactError
-from server.protocol.request import GenerationRules
+from server.protocol.rules import GenerationRules
 from server.text.generation_config import (
     DEFAULTED,
     REFUSED,
@@ -29,6 +29,8 @@ WITHOUT_EFFECT = {
     "low_memory", "prefill_chunk_size", "pad_token_id", "bos_token_id", "decoder_start_token_id",
     "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
     "transformers_version",
+    # Behind all else, so that no draw changes.
+    "renormalize_logits",
 }  # fmt: skip
 
 
@@ -116,10 +118,24 @@ def test_every_field_of_transformers_is_obeyed_refused_or_known_to_change_no_tok
     assert fields - obeyed - REFUSED.keys() == WITHOUT_EFFECT
 
 
+def test_rules_take_a_bounded_number_of_bytes_with_each_request() -> None:
+    """Whatever the form of 4,096 ids: a request brings them to the engine, which keeps them as they are."""
+    forms = [
+        {"suppress_tokens": list(range(4096))},
+        {"bad_words_ids": [[each] for each in range(4096)]},
+        {"bad_words_ids": [list(range(4096))]},
+        {"sequence_bias": [[[each, each], 1.0] for each in range(2048)]},
+        # As many different lengths as there can be.
+        {"bad_words_ids": [[0] * length for length in range(1, 90)]},
+    ]
+    sizes = [read_generation(json.dumps(form).encode(), "a file", 4096).num_bytes for form in forms]
+    assert 4096 * 4 <= max(sizes) < 64 << 10
+
+
 def test_token_ids_beyond_the_embedding_are_refused_where_transformers_needs_them() -> None:
     for field in ({"bad_words_ids": [[1, 9]]}, {"sequence_bias": [[[9], 1.0]]}, {"forced_bos_token_id": 9}):
         raw = json.dumps(field).encode()
-        assert read_generation(raw, "a file", 10).num_ids > 0
+        assert "rules" in read_generation(raw, "a file", 10).defaults
         with pytest.raises(ArtifactError, match=r"a file: .* holds the token id 9, not below 9"):
             read_generation(raw, "a file", 9)
-    assert read_generation(b'{"suppress_tokens": [9]}', "a file", 9).num_ids == 1
+    assert "rules" in read_generation(b'{"suppress_tokens": [9]}', "a file", 9).defaults

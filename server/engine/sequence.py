@@ -266,9 +266,12 @@ class VariantQueue:
     def charge(self, seconds: float) -> None:
         """Count seconds served to this queue and its tenant; negative ones reduce what is counted next."""
         seconds -= self.owed
-        self.owed = max(0.0, -seconds)
-        self.counter += max(0.0, seconds)
-        self.tenant.counter += max(0.0, seconds)
+        if seconds < 0.0:
+            self.owed = -seconds
+            return
+        self.owed = 0.0
+        self.counter += seconds
+        self.tenant.counter += seconds
 
 
 # Entries of a heap whose sequences no longer wait, beyond as many as wait, before they are removed.

@@ -6,22 +6,21 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fastapi
-from fastapi.responses import StreamingResponse
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from server.errors import EndedEngine, EngineRestarted, QueueFull, RequestTimeout, VersionEndsEngines
 from server.fairness import FairBudget
 from server.grammar.answer_parser import AnswerParser, CallDelta, Parts
+from server.grammar.field_values import ArgumentTypes
 from server.grammar.grammar import Requested
 from server.grammar.response_template import ParsedAnswer, TemplateAnswer, parsed_by_template
 from server.grammar.service import MaskFeed
@@ -291,32 +290,6 @@ class RequestEvents:
         """Count a request that its engine cannot count any more."""
         owner = request.tenant if request.record is None else request.record.tenant
         self._metrics.finished(owner, request.name, "error", time.monotonic() - submitted_at)
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of requests; cancels them when the client disconnects, even before the first byte.
-
-    Args:
-        first: the first outputs of the requests, which the stream may begin without.
-    """
-
-    def __init__(
-        self,
-        events: RequestEvents,
-        first: asyncio.Future[list[TextToken | SequenceEnd]],
-        content: AsyncIterator[bytes],
-        headers: dict[str, str],
-    ) -> None:
-        super().__init__(content, headers=headers, media_type="text/event-stream")
-        self._request_events = events
-        self._first = first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._request_events.cancel()
-            self._first.cancel()
 
 
 def begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -623,7 +596,8 @@ class AnswerOutputs(TextOutputs):
         self._requested = requested
         self._as_it_comes = as_it_comes or requested.is_single
         indices = range(requests[0].sampling_params.n * len(requests))
-        self._parsers = {index: AnswerParser(form, requested) for index in indices}
+        types = ArgumentTypes(requested.tools)
+        self._parsers = {index: AnswerParser(form, requested, types) for index in indices}
         self._texts = {index: _TemplateText() for index in indices}
 
     async def take(self) -> list[TextToken | SequenceEnd]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import DecodeError, Raw, Struct
-from msgspec.json import Decoder, decode
+from msgspec.json import decode
 
+from server.grammar.field_values import ArgumentTypes, typed
 from server.grammar.grammar import CALL_BEGIN, CALL_MIDDLE, COMPACT_CALL, Requested
-from server.text.answer_form import CHANNEL_MARKERS, AnswerForm
+from server.text.answer_form import CHANNEL, MESSAGE, MESSAGE_ENDS, START, AnswerForm, is_analysis
 
 
 class ToolCall(Struct, frozen=True):
@@ -180,8 +181,6 @@ PYTHON_CALL = re.compile(
     re.DOTALL,
 )
 PYTHON_ARGUMENT = re.compile(r'(\w++)\s*+=\s*+("(?:[^"\\]|\\.)*+")', re.DOTALL)
-CHANNEL, START, MESSAGE = CHANNEL_MARKERS[:3]
-MESSAGE_ENDS = (START, *CHANNEL_MARKERS[3:6])
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]{1,128})")
 T = TypeVar("T")
 # The machine stops at each yield for more text.
@@ -203,9 +202,10 @@ class AnswerParser:
     Args:
         form: how the answer is written.
         requested: the tools, and where their calls must stand.
+        types: of the tools' parameters, which several answers may share; None reads them for this one.
     """
 
-    def __init__(self, form: AnswerForm, requested: Requested) -> None:
+    def __init__(self, form: AnswerForm, requested: Requested, types: ArgumentTypes | None = None) -> None:
         self.is_done = False  # the only call that may be has ended; text behind it is left out
         self._form = form
         self._requested = requested
@@ -213,7 +213,7 @@ class AnswerParser:
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._reasoning.add_markup()
         self._num_calls = 0
-        self._types: dict[str, Mapping[str, Sequence[str]]] = {}  # of parameters, by tool
+        self._types = types or ArgumentTypes(requested.tools)
         self._new = ""  # text that was not taken
         self._is_last = False
         self._raw: list[str] = []  # text of a call that has not ended
@@ -244,14 +244,12 @@ class AnswerParser:
     def _answer(self) -> Steps[None]:
         yield
         try:
+            if self._form.has_channels and self._requested.form in ("free", "message"):
+                yield from self._channels()
+                return
             if self._form.is_reasoning:
                 yield from self._reason()
-            if self._requested.form != "free":
-                yield from self._forced()
-            elif self._form.calls is not None and self._form.calls.kind == "channels":
-                yield from self._channels()
-            else:
-                yield from self._free()
+            yield from self._free() if self._requested.form == "free" else self._forced()
         except _Done:
             self.is_done = True
 
@@ -266,7 +264,10 @@ class AnswerParser:
         if self._form.reasoning is not None and (yield from self._expect(self._form.reasoning[0], _drop)):
             yield from self._reason()
         yield from self._peek(_drop)
-        splitter = CallSplitter(self._requested.called)
+        yield from self._split(CallSplitter(self._requested.called))
+
+    def _split(self, splitter: CallSplitter) -> Steps[None]:
+        """Read calls, or their arguments, up to the end of the text; each piece is returned as it comes."""
         while True:
             text, self._new = self._new, ""
             if text:
@@ -373,6 +374,7 @@ class AnswerParser:
         if CALLED.fullmatch(name) is None:
             raise NoCall
         arguments: dict[str, Any] = {}
+        types = self._types.of(name)
         if marker not in (closing[0], field):
             marker = yield from self._one_of((closing[0], field))
         while marker == field:
@@ -383,7 +385,7 @@ class AnswerParser:
                 yield from self._one_of((word,))
             yield from self._required((value_end.strip(),), self._collecting(value))
             argument = "".join(key).strip()
-            arguments[argument] = typed("".join(value), self._types_of(name).get(argument, ()))
+            arguments[argument] = typed("".join(value), types.get(argument, frozenset()))
             marker = yield from self._one_of((closing[0], field))
         try:
             text = json.dumps(arguments)
@@ -409,13 +411,16 @@ class AnswerParser:
 
     def _channels(self) -> Steps[None]:
         """Read harmony's messages, the first of which the prompt has begun; an answer without a header is content."""
-        for marker in ("to=", CHANNEL, MESSAGE):
-            if (yield from self._expect(marker, self._show)):
-                self._new = marker + self._new
-                yield from self._message()
-                break
+        if self._form.is_reasoning or self._form.is_content:
+            yield from self._body(self._think if self._form.is_reasoning else self._show)
         else:
-            yield from self._body(self._show)
+            for marker in ("to=", CHANNEL, MESSAGE):
+                if (yield from self._expect(marker, self._show)):
+                    self._new = marker + self._new
+                    yield from self._message()
+                    break
+            else:
+                yield from self._body(self._show)
         while (yield from self._until((START,), _drop)) is not None:
             yield from self._message()
 
@@ -432,9 +437,12 @@ class AnswerParser:
             return
         header = "".join(head)
         called = RECIPIENT.search(header) if self._requested.tools else None
+        if called is not None and self._requested.form == "message":
+            yield from self._split(CallSplitter(called[1]))
+            return
         if called is not None:
             yield from self._call("", partial(self._channel_call, called[1]))
-        is_thought = header.partition(CHANNEL)[2].split()[:1] == ["analysis"]
+        is_thought = is_analysis(header)
         if called is None and (self._reasoning if is_thought else self._content).has_text:
             (self._think if is_thought else self._show)("\n")
         yield from self._body(self._think if is_thought and called is None else self._show)
@@ -543,14 +551,6 @@ class AnswerParser:
         if self._requested.is_single:
             raise _Done
 
-    def _types_of(self, name: str) -> Mapping[str, Sequence[str]]:
-        """Return the types of a tool's parameters."""
-        if name not in self._types:
-            functions = (tool.function for tool in _tools.decode(self._requested.tools))
-            own = next((function for function in functions if function.name == name), None)
-            self._types[name] = _types_of(None if own is None else decode(own.parameters))
-        return self._types[name]
-
     def _show(self, text: str) -> None:
         self._shown.append(self._content.add(text))
 
@@ -611,59 +611,3 @@ def object_text(json_text: str | bytes) -> str:
     if not isinstance(value, dict):
         raise NoCall
     return json_text if isinstance(json_text, str) else json_text.decode()
-
-
-class _Function(Struct):
-    name: str
-    parameters: Raw = Raw(b"null")
-
-
-class _Tool(Struct):
-    function: _Function
-
-
-_tools = Decoder(list[_Tool])
-
-
-def _types_of(parameters: Any) -> Mapping[str, Sequence[str]]:
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return {key: _types_in(each) for key, each in properties.items()} if isinstance(properties, dict) else {}
-
-
-def _types_in(schema: Any) -> list[str]:
-    """Return the types that a schema and its branches name."""
-    if not isinstance(schema, dict):
-        return []
-    branches = [
-        branch for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for branch in schema[key]
-    ]
-    declared = [each.get("type") for each in (schema, *branches) if isinstance(each, dict)]
-    types = [name for each in declared for name in (each if isinstance(each, list) else [each])]
-    return [name for name in types if isinstance(name, str)]
-
-
-JSON_TYPES: Mapping[str, Any] = {"integer": int, "number": int | float, "object": dict, "array": list}
-
-
-def typed(text: str, types: Sequence[str]) -> Any:
-    """Return the value of an argument that is written as text: text, unless it fits another type of the schema."""
-    # One line break belongs to the markup.
-    text = text.removeprefix("\n").removesuffix("\n")
-    bare = text.strip()
-    for name in types:
-        if name == "null" and bare in ("null", "None"):
-            return None
-        if name == "boolean" and bare.lower() in ("true", "false"):
-            return bare.lower() == "true"
-        if name in JSON_TYPES:
-            value = _json_value(bare)
-            if isinstance(value, JSON_TYPES[name]) and not isinstance(value, bool):
-                return value
-    return text
-
-
-def _json_value(text: str) -> Any:
-    try:
-        return decode(text)
-    except (DecodeError, UnicodeEncodeError, RecursionError):
-        return None

@@ -33,16 +33,17 @@ CALL_ID = "call12345"  # as Mistral's templates take them
 USER: Message = {"role": "user", "content": "1"}
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 PYTHON_TAG = "<|python_tag|>"
-# Harmony's, of which the first begins a header.
-CHANNEL_MARKERS = (
+# Harmony's.
+CHANNEL, START, MESSAGE, END, CONSTRAIN = (
     "<|channel|>",
     "<|start|>",
     "<|message|>",
     "<|end|>",
-    "<|call|>",
-    "<|return|>",
     "<|constrain|>",
 )
+MESSAGE_ENDS = (START, END, "<|call|>", "<|return|>")
+CHANNEL_MARKERS = (CHANNEL, MESSAGE, CONSTRAIN, *MESSAGE_ENDS)
+ANALYSIS = "analysis"
 CALL_ID_FIELD = re.compile(rf',\s*"\w+":\s*"{CALL_ID}"|"\w+":\s*"{CALL_ID}",\s*')
 OPENING, CLOSING = re.compile(r"[<\[][^\s<\[]*\s*\Z"), re.compile(r"\s*([<\[][^\s>\]]*[>\]])")
 
@@ -91,6 +92,7 @@ class AnswerForm(Struct, frozen=True):
         calls: None if the template does not show calls.
         special: special tokens that are parts of the markup, by id; the text of an answer lacks them.
         response_prefix: the prompt's part of the answer, for the tokenizer's response template; None without one.
+        is_content: the prompt ends inside the content of one of harmony's messages.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -98,12 +100,17 @@ class AnswerForm(Struct, frozen=True):
     calls: CallSyntax | None = None
     special: dict[int, str] = {}
     response_prefix: str | None = None
+    is_content: bool = False
 
     @property
     def has_parts(self) -> bool:
         """An answer without tools may have parts beside its content."""
-        has_channels = self.calls is not None and self.calls.kind == "channels"
-        return self.reasoning is not None or self.response_prefix is not None or has_channels
+        return self.reasoning is not None or self.response_prefix is not None or self.has_channels
+
+    @property
+    def has_channels(self) -> bool:
+        """Answers are harmony's messages."""
+        return self.calls is not None and self.calls.kind == "channels"
 
     def with_special(self, tokens: Mapping[int, str]) -> AnswerForm:
         """Return the form with those of a tokenizer's special tokens that belong to its markup."""
@@ -138,7 +145,11 @@ def render_prompt(
     """Render a conversation; raises as `render`."""
     text = render(template, conversation, variables)
     form = _form_of(template, tuple(sorted(variables.items())))
-    form = replace(form, is_reasoning=_ends_in_reasoning(form, conversation, text))
+    if form.has_channels:
+        is_open, is_thought = _open_message(text)
+        form = replace(form, is_reasoning=is_open and is_thought, is_content=is_open and not is_thought)
+    else:
+        form = replace(form, is_reasoning=_ends_in_reasoning(form, conversation, text))
     if response_template is not None:
         form = replace(form, response_prefix=_response_prefix(response_template, text))
     return RenderedPrompt(text, form)
@@ -155,6 +166,17 @@ def _ends_in_reasoning(form: AnswerForm, conversation: Conversation, prompt: str
         content = conversation.messages[-1].get("content")
         return isinstance(content, str) and content.rfind(opening) > content.rfind(closing)
     return prompt.rstrip().endswith(opening)
+
+
+def _open_message(prompt: str) -> tuple[bool, bool]:
+    """Return whether a prompt ends inside one of harmony's messages, and whether its last message is a thought."""
+    header, message, body = prompt.rpartition(START)[2].partition(MESSAGE)
+    return bool(message) and not any(end in body for end in MESSAGE_ENDS), is_analysis(header)
+
+
+def is_analysis(header: str) -> bool:
+    """Return whether the header of one of harmony's messages is that of a thought."""
+    return header.partition(CHANNEL)[2].split()[:1] == [ANALYSIS]
 
 
 def _response_prefix(response_template: Mapping[str, Any], prompt: str) -> str:
@@ -238,7 +260,7 @@ def _syntax_of(own: str, template: str) -> CallSyntax | None:
     """
     if len(own) > MAX_CALL_CHARS:
         return None
-    if f"functions.{NAME}" in own and CHANNEL_MARKERS[0] in own:
+    if f"functions.{NAME}" in own and CHANNEL in own:
         return CallSyntax("channels", more_tags=CHANNEL_MARKERS)
     begin, _, behind = own.partition(NAME)
     object_at = own.find("{")

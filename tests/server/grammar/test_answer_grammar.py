@@ -9,10 +9,20 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
+from msgspec.structs import replace
 
 from server.errors import InvalidRequest
-from server.grammar.grammar import FunctionName, Grammar, NamedTool, in_form, matching_schema, requested
-from server.text.answer_form import AnswerForm
+from server.grammar.answer_grammar import in_form
+from server.grammar.answer_parser import CallDelta, Parts
+from server.grammar.grammar import (
+    FunctionName,
+    Grammar,
+    NamedTool,
+    ToolChoice,
+    matching_schema,
+    requested,
+)
+from server.text.answer_form import AnswerForm, CallSyntax
 from tests.helpers.tiny_models import make_tokenizer
 from tests.server.helpers.answer_templates import SPECIAL, TEMPLATES, call, form_of, parsed, written
 
@@ -36,7 +46,7 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
-CALLABLE = sorted(TEMPLATES.keys() - {"channels"})
+CALLABLE = sorted(TEMPLATES)
 TOKENIZER = make_tokenizer()
 TOKENIZER.add_special_tokens(
     {"additional_special_tokens": sorted({token for tokens in SPECIAL.values() for token in tokens})}
@@ -176,19 +186,20 @@ def test_beside_tools_that_may_be_called_an_answer_matches_its_schema_or_calls_t
     def answer(function: str, arguments: dict[str, Any]) -> str:
         if name == "none":
             return json.dumps({"name": function, "arguments": arguments}, separators=(",", ":"))
-        text = written(name, {"content": "", "tool_calls": [call(function, arguments)]}).strip()
+        text = written(name, {"content": "", "tool_calls": [call(function, arguments)]}).strip("\n")
         if name not in ("fields", "pairs"):
             text = text.replace(json.dumps(arguments), json.dumps(arguments, separators=(",", ":")))
         if name == "bare":
             text = text.replace(": ", ":").replace(", ", ",")
         return text.replace(', "id": "abcdefghi"', "")
 
-    assert takes(vocabulary, asked.grammar, '{"a":1}')
+    final = "<|channel|>final<|message|>" if name == "channels" else ""
+    assert takes(vocabulary, asked.grammar, final + '{"a":1}')
     assert takes(vocabulary, asked.grammar, answer("add", good))
     assert takes(vocabulary, asked.grammar, answer("add", {"text": "", "color": "red", "number": 3}))
     assert takes(vocabulary, asked.grammar, answer("now", {}))
     for text in (
-        "So",
+        final + "So",
         answer("other", {}),
         answer("add", {"text": "x"}),
         answer("add", {**good, "number": "x"}),
@@ -312,10 +323,106 @@ def test_there_may_be_several_calls_unless_the_request_wants_one(
     assert takes(vocabulary, asked.grammar, both) == (is_parallel is None)
 
 
+THOUGHT = "<|channel|>analysis<|message|>So {\n<|end|><|start|>assistant"
+FINAL = '<|channel|>final<|message|>{"a":1}'
+CALL_OF_NOW = [
+    f"{header}{kind}<|message|>{{}}"
+    for header in ("<|channel|>commentary to=functions.now", " to=functions.now<|channel|>commentary")
+    for kind in ("", " json", " <|constrain|>json", "<|constrain|>json")
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_harmonys_answers_match_in_the_final_message_behind_any_thoughts(
+    tools: list[dict[str, Any]] | None, vocabulary: LLTokenizer
+) -> None:
+    form = special_form("channels")
+    asked = in_form(requested(matching_schema(ANSWER), tools), form)
+    for before in ("", THOUGHT, THOUGHT * 2):
+        assert takes(vocabulary, asked.grammar, before + FINAL)
+        for text in ('{"a":1}', FINAL.replace("1", "x"), FINAL.replace("final", "analysis"), THOUGHT[:-9]):
+            assert not takes(vocabulary, asked.grammar, before + text)
+        for text in CALL_OF_NOW:
+            assert takes(vocabulary, asked.grammar, before + text) == (tools is not None)
+    found = parsed(form, list(THOUGHT + FINAL), asked)
+    assert found == Parts('{"a":1}', "So {")
+    if tools is not None:
+        found = parsed(form, list(THOUGHT + CALL_OF_NOW[0]), asked)
+        assert found == Parts("", "So {", (CallDelta(0, "now", "{}"),))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("choice", ["required", NamedTool("function", FunctionName("now"))])
+def test_harmonys_forced_call_is_a_message_of_its_own_behind_any_thoughts(
+    choice: ToolChoice, is_open: bool, vocabulary: LLTokenizer
+) -> None:
+    form = replace(special_form("channels"), is_reasoning=is_open)
+    asked = in_form(requested(None, TOOLS, choice), form)
+    opened = "So {\n<|end|><|start|>assistant" if is_open else ""
+    for before in (opened, opened + THOUGHT):
+        for text in CALL_OF_NOW:
+            assert takes(vocabulary, asked.grammar, before + text)
+        for text in (FINAL, "{}", '[{"name":"now","arguments":{}}]', CALL_OF_NOW[0].replace("now", "other")):
+            assert not takes(vocabulary, asked.grammar, before + text)
+        arguments = '{"text":"x","number":1}'
+        other = f"<|channel|>commentary to=functions.add<|message|>{arguments}"
+        assert takes(vocabulary, asked.grammar, before + other) == (choice == "required")
+        answer = before + (other if choice == "required" else CALL_OF_NOW[0])
+        whole = parsed(form, [answer], asked)
+        assert [(each.name, each.arguments) for each in whole.calls] == [
+            ("add", arguments) if choice == "required" else ("now", "{}")
+        ]
+        thoughts = ["So {"] * before.count("So {")
+        assert (whole.content, whole.reasoning) == ("", "\n\n".join(thoughts))
+        for cut in range(len(answer)):
+            in_one = parsed(form, [answer[:cut]], asked)
+            assert parsed(form, list(answer[:cut]), asked) == in_one
+            assert not in_one.calls or whole.calls[0].arguments.startswith(in_one.calls[0].arguments)
+
+
+def test_thoughts_of_harmony_end_where_the_parser_ends_them(vocabulary: LLTokenizer) -> None:
+    form = special_form("channels")
+    grammar = in_form(requested(matching_schema(ANSWER)), form).grammar
+    ids = {text: token_id for token_id, text in form.special.items()}
+    begin = (ids["<|channel|>"], "analysis", ids["<|message|>"])
+    end = (
+        ids["<|end|>"],
+        ids["<|start|>"],
+        "assistant",
+        ids["<|channel|>"],
+        "final",
+        ids["<|message|>"],
+        '{"a":1}',
+    )
+    assert takes_ids(vocabulary, grammar, *begin, "I say <|mess", *end)
+    for marker in ("<|end|>", "<|start|>", "<|call|>", "<|return|>"):
+        assert not takes_ids(vocabulary, grammar, *begin, f"I say {marker}", *end)
+        assert not takes_ids(vocabulary, grammar, *begin, ids[marker], *end)
+
+
+def test_harmonys_markup_may_be_plain_text(vocabulary: LLTokenizer) -> None:
+    grammar = in_form(requested(matching_schema(ANSWER), TOOLS), form_of("channels")).grammar
+    assert takes_ids(vocabulary, grammar, THOUGHT + FINAL)
+    assert takes_ids(vocabulary, grammar, THOUGHT + CALL_OF_NOW[-1])
+    assert not takes_ids(vocabulary, grammar, THOUGHT.replace("So", "<|start|>") + FINAL)
+
+
+def test_inside_a_message_that_the_prompt_has_begun_only_its_text_comes(vocabulary: LLTokenizer) -> None:
+    form = replace(special_form("channels"), is_content=True)
+    asked = in_form(requested(matching_schema(ANSWER), TOOLS), form)
+    assert takes(vocabulary, asked.grammar, '{"a":1}')
+    assert parsed(form, ['{"a":1}'], asked) == Parts('{"a":1}')
+    forced = in_form(requested(None, TOOLS, "required"), form)
+    answer = '[{"name":"now","arguments":{}}]'
+    assert takes(vocabulary, forced.grammar, answer)
+    assert parsed(form, [answer], forced).calls == (CallDelta(0, "now", "{}"),)
+
+
 def test_a_template_whose_calls_have_no_grammar_is_refused_by_the_formats_name() -> None:
     asked = requested(matching_schema(ANSWER), TOOLS)
+    name_last = AnswerForm(calls=CallSyntax("json", "<call>", '<call>{"arguments": {}, "name": "', "", '"}'))
     with pytest.raises(InvalidRequest, match="chat template") as refused:
-        in_form(asked, form_of("channels"))
+        in_form(asked, name_last)
     assert refused.value.param == "response_format"
     nested = {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [PARAMETERS]}}}
     with pytest.raises(InvalidRequest, match="plain properties"):

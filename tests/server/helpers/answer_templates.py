@@ -108,8 +108,10 @@ SPECIAL = {
     "list": ("[INST]", "[/INST]", "[TOOL_CALLS]"),
     "named": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
     "bare": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
-    "channels": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
-}
+    "channels": (
+        "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>",
+    ),
+}  # fmt: skip
 
 
 def form_of(name: str) -> AnswerForm:

@@ -6,7 +6,7 @@ import pytest
 
 from server.grammar.answer_parser import AnswerParser
 from server.text.answer_form import AnswerForm, render_prompt
-from server.text.chat_template import Conversation
+from server.text.chat_template import Conversation, Message
 from tests.helpers.tiny_models import CHAT_TEMPLATE
 from tests.server.helpers.answer_templates import (
     IN_TAGS,
@@ -83,6 +83,25 @@ def test_reasoning_that_a_continued_message_opens_is_open(content: str, is_open:
     messages = [USER, {"role": "assistant", "content": content}]
     conversation = Conversation(messages, False, continue_final_message=True)
     assert render_prompt(TEMPLATES["json"], conversation, {}).form.is_reasoning == is_open
+
+
+@pytest.mark.parametrize(
+    ("message", "continued", "place"),
+    [
+        (None, False, (False, False)),
+        ({"content": "So"}, True, (False, True)),
+        ({"content": "", "reasoning_content": "So"}, "reasoning_content", (True, False)),
+    ],
+)
+def test_the_message_of_harmony_that_a_prompt_leaves_open_is_told(
+    message: Message | None, continued: bool | str, place: tuple[bool, bool]
+) -> None:
+    messages = [{"role": "user", "content": "What is <|channel|>analysis<|message|>"}]
+    if message is not None:
+        messages.append({"role": "assistant", **message})
+    conversation = Conversation(messages, not continued, continue_final_message=continued)
+    form = render_prompt(TEMPLATES["channels"], conversation, {}).form
+    assert (form.is_reasoning, form.is_content) == place
 
 
 def test_markers_that_a_template_names_and_does_not_show_are_taken() -> None:

@@ -23,6 +23,7 @@ from deltastore.registry.records import VersionRecord
 from server.api.errors import error_body
 from server.api.json_io import JsonReply
 from server.api.outputs import (
+    CHARACTER_BYTES,
     LOGPROB_BYTES,
     AnswerOutputs,
     RequestEvents,
@@ -67,8 +68,6 @@ MAX_ECHO_CHARS = 16 << 20
 MAX_LOGPROBS = 1 << 18
 # What each token takes in memory, beside its log-probabilities, until the reply is made.
 TOKEN_BYTES = 250
-# What a character of its text takes at most.
-CHARACTER_BYTES = 4
 # Tokens of a call's prompts above which they are checked and hashed beside the event loop: so many take 0.3 ms.
 MAX_CHECKED_HERE = 1 << 12
 # A comment, which clients of server-sent events pass over.

@@ -207,6 +207,7 @@ class AnswerParser:
 
     def __init__(self, form: AnswerForm, requested: Requested, types: ArgumentTypes | None = None) -> None:
         self.is_done = False  # the only call that may be has ended; text behind it is left out
+        self.num_held = 0  # characters of a call that has not ended
         self._form = form
         self._requested = requested
         self._syntax = (form.calls or COMPACT_CALL) if requested.tools else None
@@ -302,11 +303,13 @@ class AnswerParser:
 
     def _call(self, tag: str, read: Callable[[], Steps[None]]) -> Steps[None]:
         """Read calls behind a tag; if the text is none, it is content."""
-        self._raw = [tag]
+        self._release()
+        self._take(tag)
         try:
             yield from read()
         except NoCall:
             self._show("".join(self._raw))
+        self._release()
 
     def _json(self, must_be_known: bool = False) -> Steps[None]:
         """Read an object that is a call, or a list of such."""
@@ -427,12 +430,12 @@ class AnswerParser:
     def _message(self) -> Steps[None]:
         """Read a message from its header to its end."""
         head: list[str] = []
-        self._raw = []
         try:
             marker = yield from self._until((MESSAGE,), self._limited(head))
         except NoCall:
             self._show("".join(self._raw))
             marker = MESSAGE
+        self._release()
         if marker is None:
             return
         header = "".join(head)
@@ -546,7 +549,7 @@ class AnswerParser:
         """Return a call that has ended."""
         self._called.append(CallDelta(self._num_calls, name, arguments))
         self._num_calls += 1
-        self._raw = []
+        self._release()
         self._content.add_markup()
         if self._requested.is_single:
             raise _Done
@@ -559,6 +562,10 @@ class AnswerParser:
 
     def _take(self, text: str) -> None:
         self._raw.append(text)
+        self.num_held += len(text)
+
+    def _release(self) -> None:
+        self._raw, self.num_held = [], 0
 
     def _take_first(self) -> None:
         self._take(self._new[0])

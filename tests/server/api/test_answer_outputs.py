@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deltastore.registry.records import VersionRecord
 from server.api.outputs import AnswerOutputs, RequestEvents, SequenceEnd, TextToken
+from server.errors import QueueFull
 from server.fairness import FairBudget
 from server.grammar.answer_parser import CallDelta, ToolCall, joined
 from server.grammar.grammar import Requested
@@ -46,9 +47,10 @@ DONE = DoneEvent(Timings(0.0, 0.0, False, 0.0, 0.0))
 class GivenEvents(RequestEvents):
     """Events that come one by one, or all at once."""
 
-    def __init__(self, events: list[Event], at_once: bool = False) -> None:
+    def __init__(self, events: list[Event], at_once: bool = False, num_bytes: int = 1 << 20) -> None:
         metrics = LocalMetrics(EngineClient("test")).frontend
-        super().__init__(EngineClient("test"), metrics, "request", "default", FairBudget(1 << 20, "bytes"))
+        self.unsent = FairBudget(num_bytes, "bytes")
+        super().__init__(EngineClient("test"), metrics, "request", "default", self.unsent)
         own = [(0, event) for event in events]
         self._given: Iterator[list[tuple[int, Event]]] = iter([own] if at_once else [[each] for each in own])
         self.stopped: list[tuple[int, int]] = []
@@ -92,6 +94,24 @@ async def outputs_of(
         found.extend(taken)
     assert outputs.num_tokens == sum(isinstance(each, TextToken) for each in found)
     return found
+
+
+async def held_by(
+    prompt: tuple[VariantText, RenderedChat],
+    ids: list[int],
+    num_bytes: int = 1 << 20,
+    as_it_comes: bool = True,
+) -> list[int]:
+    """Return the bytes that the budget counts after each output of one sequence, and after the call."""
+    text, chat = prompt
+    request = Request("r", "default", None, None, token_ids_of(chat.ids), 100_000, SamplingParams())
+    events = GivenEvents(events_of(ids, "length"), num_bytes=num_bytes)
+    outputs = AnswerOutputs(events, [request], text, chat.form, REQUESTED, as_it_comes)
+    found = []
+    while await outputs.take():
+        found.append(events.unsent.held("default"))
+    events.cancel()
+    return [*found, events.unsent.held("default")]
 
 
 def parts_of(outputs: list[TextToken | SequenceEnd]) -> tuple[str, str, tuple[ToolCall, ...]]:
@@ -289,6 +309,43 @@ def test_a_call_without_closing_is_one_where_a_token_ended_the_answer(
     answer = written_call + "".join(stop)
     found = parts_of(by_template(texts, tmp_path, template, answer, at_once, reason, stop))
     assert found == (("", "", (ToolCall("add", '{"a": 1}'),)) if is_call else (written_call, "", ()))
+
+
+@pytest.mark.parametrize("as_it_comes", [False, True])
+def test_the_text_that_a_response_template_parses_is_counted_until_the_call_ends(
+    as_it_comes: bool, texts: Texts, tmp_path: Path
+) -> None:
+    files = files_of(make_tokenizer(1, CHAT_TEMPLATE), tmp_path)
+    config = {**json.loads(files["tokenizer_config.json"]), "response_template": RESPONSE_TEMPLATE}
+    record = texts.publish({**files, "tokenizer_config.json": json.dumps(config).encode()})
+    ids = make_tokenizer(1).encode(RESPONSE)
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        prompt = await prompted(service, record)
+        *held, last = await held_by(prompt, ids, as_it_comes=as_it_comes)
+        assert held == sorted(held)
+        assert held[-1] > 2 * len(RESPONSE)
+        assert last == 0
+        with pytest.raises(QueueFull):
+            await held_by(prompt, ids, num_bytes=held[-1], as_it_comes=as_it_comes)
+
+    texts.run(test)
+
+
+def test_the_text_of_a_call_is_counted_until_it_is_sent(tmp_path: Path) -> None:
+    texts = make_texts(tmp_path, loaded("tiny", "json"))
+    answer = written("json", {"content": "Hi", "tool_calls": [call("add", {"text": "long " * 20})]})
+    ids = loaded("tiny", "json").encode(answer + " more")
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        prompt = await prompted(service)
+        held = await held_by(prompt, ids)
+        assert held[0] == held[-1] == held[-len(" more")] == 0
+        assert max(held) > len("long " * 20)
+        with pytest.raises(QueueFull):
+            await held_by(prompt, ids, num_bytes=max(held))
+
+    texts.run(test)
 
 
 def test_a_stream_shows_parts_before_the_answer_has_ended(texts: Texts, tmp_path: Path) -> None:

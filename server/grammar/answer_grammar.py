@@ -42,6 +42,8 @@ from server.text.answer_form import (
 MAX_MARKUP_TOKENS = 64
 # White space that may follow reasoning and calls.
 SPACE = r"/[ \t\n]{1,4}/"
+# The id of a call, as Mistral's templates take it.
+CALL_ID = "/[A-Za-z0-9]{9}/"
 
 
 def in_form(requested: Requested, form: AnswerForm) -> Requested:
@@ -188,6 +190,8 @@ def _or_calls(grammar: Grammar, requested: Requested, syntax: CallSyntax, markup
     rules, reader = list[str](), FieldReader()
     for name, schema in zip(names, schemas, strict=True):
         begin = markup.lark(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"))
+        if syntax.id_end:
+            begin += f" {CALL_ID} {markup.lark(syntax.id_end)}"
         arguments, end = lark_json(schema.parameters), markup.lark(syntax.end.strip())
         if syntax.kind == "fields":
             values = _values(schema, reader, grammar.param)

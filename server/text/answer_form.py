@@ -61,6 +61,8 @@ class CallSyntax(Struct, frozen=True):
         field: with ``fields``, texts before a key, between key and value, and behind a value.
         name_key, arguments_key: with ``json``, of the object.
         more_tags: other markers that the JSON of calls may follow.
+        id_end: with ``named``, text between the call's id, which stands behind `middle`, and the arguments; empty if
+            there is no id.
     """
 
     kind: Literal["json", "named", "fields", "channels"]
@@ -72,6 +74,7 @@ class CallSyntax(Struct, frozen=True):
     name_key: str = "name"
     arguments_key: str = "arguments"
     more_tags: tuple[str, ...] = ()
+    id_end: str = ""
 
     @property
     def closing(self) -> str:
@@ -80,7 +83,7 @@ class CallSyntax(Struct, frozen=True):
 
     def texts(self) -> tuple[str, ...]:
         """Return all text that special tokens may be parts of."""
-        return self.begin, self.middle, self.end, *self.field, *self.more_tags
+        return self.begin, self.middle, self.end, *self.field, *self.more_tags, self.id_end
 
 
 class AnswerForm(Struct, frozen=True):
@@ -273,10 +276,10 @@ def _syntax_of(own: str, template: str) -> CallSyntax | None:
     brace = behind.find("{")
     if 0 <= brace < at[0]:
         found = _decoded(behind, brace)
-        middle = behind[:brace].partition(CALL_ID)[0]
-        return (
-            None if found is None else CallSyntax("named", begin.strip(), begin, middle, behind[found[1] :])
-        )
+        if found is None:
+            return None
+        middle, _, id_end = behind[:brace].partition(CALL_ID)
+        return CallSyntax("named", begin.strip(), begin, middle, behind[found[1] :], id_end=id_end)
     gaps = [
         behind[len(part) + start : end] for part, start, end in zip(parts, at, (*at[1:], None), strict=True)
     ]

@@ -37,7 +37,7 @@ from tests.server.helpers.answer_templates import (
     written,
 )
 from tests.server.helpers.texts import RESPONSE_TEMPLATE, Texts, files_of, make_texts
-from tests.server.helpers.tokenizer_kinds import byte_level, llama
+from tests.server.helpers.tokenizer_kinds import byte_level, llama, mistral
 
 EOS = 257
 RESPONSE = '<think>Sum.</think>Here <b>: <call>{"name": "add", "arguments": {"a": 1}}</call>'
@@ -82,10 +82,15 @@ async def outputs_of(
     requested: Requested = REQUESTED,
     stop: tuple[str, ...] = (),
     at_once: bool = False,
+    end: int = EOS,
 ) -> list[TextToken | SequenceEnd]:
-    """Return the outputs of one sequence."""
+    """Return the outputs of one sequence.
+
+    Args:
+        end: the token that ends answers.
+    """
     text, chat = prompt
-    params = SamplingParams(stop_token_ids=frozenset([EOS]), stop=stop)
+    params = SamplingParams(stop_token_ids=frozenset([end]), stop=stop)
     request = Request("r", "default", None, None, token_ids_of(chat.ids), 100_000, params)
     events = GivenEvents(events_of(ids, reason), at_once)
     outputs = AnswerOutputs(events, [request], text, chat.form, requested, as_it_comes=not at_once)
@@ -122,7 +127,7 @@ def parts_of(outputs: list[TextToken | SequenceEnd]) -> tuple[str, str, tuple[To
 
 def loaded(kind: str, name: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer of a kind whose special tokens are those of models with the template."""
-    backend = {"byte level": byte_level, "llama": llama, "tiny": None}[kind]
+    backend = {"byte level": byte_level, "llama": llama, "mistral": mistral, "tiny": None}[kind]
     special = SPECIAL.get(name, ())
     if backend is None:
         tokenizer = make_tokenizer()
@@ -135,6 +140,13 @@ def loaded(kind: str, name: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def decoded(tokenizer: PreTrainedTokenizerFast, prompt: list[int], ids: list[int]) -> str:
+    """Return what transformers' `decode` adds for an answer, with special tokens."""
+    before, whole = (str(tokenizer.decode(each)) for each in (prompt, prompt + ids))
+    assert whole.startswith(before)
+    return whole[len(before) :]
+
+
 MESSAGES: dict[str, dict[str, Any]] = {
     name: {
         "content": "Hi \U0001f642",
@@ -145,7 +157,7 @@ MESSAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["byte level", "llama"])
+@pytest.mark.parametrize("kind", ["byte level", "llama", "mistral"])
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_cut(
     kind: str, name: str, tmp_path: Path
@@ -156,18 +168,17 @@ def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_c
         tokenizer = loaded(kind, name)
         answer = written(name, MESSAGES[name])
         ids = tokenizer.encode(answer, add_special_tokens=False)
-        prompt = await prompted(service)
+        prompt, end = await prompted(service), tokenizer.vocab["<end>"]
         for cut in range(len(ids) + 1):
-            streamed = await outputs_of(prompt, ids[:cut], "length")
-            whole = await outputs_of(prompt, ids[:cut], "length", at_once=True)
+            streamed = await outputs_of(prompt, ids[:cut], "length", end=end)
+            whole = await outputs_of(prompt, ids[:cut], "length", at_once=True, end=end)
             assert parts_of(streamed) == parts_of(whole)
-        if kind == "llama":
-            # Its decoder adds and takes away spaces beside special tokens.
-            return
-        expected = parsed(prompt[1].form, [answer])
+        expected = parsed(prompt[1].form, [decoded(tokenizer, prompt[1].ids, ids)])
         text, reasoning, calls = parts_of(streamed)
         assert calls == joined(expected.calls)
-        assert calls
+        assert [json.loads(each.arguments) for each in calls] == [{"number": 3}] * len(
+            MESSAGES[name]["tool_calls"]
+        )
         assert text.strip() == expected.content.strip()
         assert reasoning == expected.reasoning
 

@@ -20,6 +20,7 @@ from tests.server.helpers.answer_templates import (
     REQUESTED,
     TEMPLATES,
     TOOLS_JSON,
+    WITHOUT_REASONING,
     call,
     form_of,
     messages,
@@ -49,7 +50,7 @@ def test_an_answer_as_the_template_writes_it_is_read_back(name: str, data: st.Da
     assert told(found) == calls
     assert found.reasoning == message.get("reasoning_content", "").strip()
     # Templates without both leave the content out.
-    if not (calls and name in ("list", "bare")):
+    if not (calls and name in WITHOUT_REASONING):
         assert found.content.strip() == message["content"].strip()
 
 
@@ -108,7 +109,9 @@ def test_a_stream_of_any_markup_has_the_parts_of_the_whole(name: str, data: st.D
         ("json", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "<tool_call>{name: now}</tool_call>"),
         ("fields", "<tool_call><function=now></function></tool_call>", "<tool_call><function=add><parameter=te"),
         ("list", '[TOOL_CALLS][{"name": "now", "arguments": {}}', ',{"name": "add", "argum'),
+        ("spaced", '[TOOL_CALLS] [{"name": "now", "arguments": {}}', ',{"name": "add", "argum'),
         ("named", "[TOOL_CALLS]now[ARGS]{}", "[TOOL_CALLS]add[ARGS]{"),
+        ("identified", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "[TOOL_CALLS]add[CALL_ID]abcd"),
         ("bare", '{"name": "now", "parameters": {}};', '{"name": "add", "parameters": 1}'),
     ],
 )  # fmt: skip

@@ -72,10 +72,12 @@ LISTED = (
     '{{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]'
     "{% else %}{{ m.content }}{% endif %}"
 )
+SPACED = LISTED.replace("[TOOL_CALLS][", " [TOOL_CALLS] [").replace("{{ m.content }}", " {{ m.content }}")
 NAMED = (
     "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content or '' }}" + CALLS
     + "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"
 )  # fmt: skip
+IDENTIFIED = NAMED.replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]")
 BARE = (
     "{% if m.tool_calls %}{% set c = m.tool_calls[0] %}"
     '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
@@ -99,19 +101,27 @@ TEMPLATES = {
     "fields": template(FIELDS),
     "pairs": template(PAIRS),
     "list": template(LISTED, *IN_INST),
+    "spaced": template(SPACED, *IN_INST),
     "named": template(NAMED, *IN_INST),
+    "identified": template(IDENTIFIED, *IN_INST),
     "bare": template(BARE, *IN_HEADERS),
     "channels": template(CHANNELS, *IN_MESSAGES),
 }
 # Special tokens of models with these templates; the others' markup is plain text.
 SPECIAL = {
     "list": ("[INST]", "[/INST]", "[TOOL_CALLS]"),
+    "spaced": ("[INST]", "[/INST]", "[TOOL_CALLS]"),
     "named": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+    "identified": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"),
     "bare": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
     "channels": (
         "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>",
     ),
 }  # fmt: skip
+
+
+# Those that do not write reasoning, nor content beside calls.
+WITHOUT_REASONING = ("list", "spaced", "bare")
 
 
 def form_of(name: str) -> AnswerForm:
@@ -157,7 +167,7 @@ def messages(draw: st.DrawFn, name: str) -> Message:
     num_calls = 1 if name in ("bare", "channels") else 3
     if calls := draw(st.lists(CALL, max_size=num_calls)):
         message["tool_calls"] = calls
-    if name not in ("list", "bare") and draw(st.booleans()):
+    if name not in WITHOUT_REASONING and draw(st.booleans()):
         message["reasoning_content"] = "so " + draw(WORDS)
     return message
 

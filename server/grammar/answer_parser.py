@@ -296,7 +296,11 @@ class AnswerParser:
                 if is_bare and (yield from self._peek(self._show)) in ("{", "["):
                     yield from self._call("", partial(self._json, True))
                     continue
-            tag = yield from self._until(tags, self._show)
+            if self._requested.grammar is None:
+                tag = yield from self._until(tags, self._show)
+            else:
+                # It holds all of the answer, whose text may have markup, or calls alone.
+                tag = yield from self._first_of(tags)
             if tag is None:
                 return
             yield from self._call(tag, tags[tag])
@@ -415,7 +419,7 @@ class AnswerParser:
     def _channels(self) -> Steps[None]:
         """Read harmony's messages, the first of which the prompt has begun; an answer without a header is content."""
         if self._form.is_reasoning or self._form.is_content:
-            yield from self._body(self._think if self._form.is_reasoning else self._show)
+            yield from self._body(self._form.is_reasoning)
         else:
             for marker in ("to=", CHANNEL, MESSAGE):
                 if (yield from self._expect(marker, self._show)):
@@ -423,7 +427,7 @@ class AnswerParser:
                     yield from self._message()
                     break
             else:
-                yield from self._body(self._show)
+                yield from self._body(is_thought=False)
         while (yield from self._until((START,), _drop)) is not None:
             yield from self._message()
 
@@ -448,11 +452,13 @@ class AnswerParser:
         is_thought = is_analysis(header)
         if called is None and (self._reasoning if is_thought else self._content).has_text:
             (self._think if is_thought else self._show)("\n")
-        yield from self._body(self._think if is_thought and called is None else self._show)
+        yield from self._body(is_thought and called is None)
 
-    def _body(self, take: Take) -> Steps[None]:
+    def _body(self, is_thought: bool) -> Steps[None]:
         """Read up to the end of a message; the beginning of the next one is left."""
-        marker = yield from self._until(MESSAGE_ENDS, take)
+        # No message follows an answer that a grammar holds, and its text may have markup.
+        ends = MESSAGE_ENDS if is_thought or self._requested.grammar is None else ()
+        marker = yield from self._until(ends, self._think if is_thought else self._show)
         self._content.add_markup()
         if marker == START:
             self._new = START + self._new
@@ -500,6 +506,13 @@ class AnswerParser:
             if self._is_last or not literal.startswith(self._new):
                 return False
             yield
+
+    def _first_of(self, tags: Iterable[str]) -> Steps[str | None]:
+        """Show white space and drop a tag if one follows; otherwise show all text."""
+        for tag in tags:
+            if (yield from self._expect(tag, self._show)):
+                return tag
+        return (yield from self._until((), self._show))
 
     def _one_of(self, literals: Iterable[str]) -> Steps[str]:
         """Take white space and one of some literals, which must follow."""

@@ -211,6 +211,20 @@ def test_beside_tools_that_may_be_called_an_answer_matches_its_schema_or_calls_t
     assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [("add", good)]
 
 
+@pytest.mark.parametrize("name", [*CALLABLE, "none"])
+def test_markup_in_an_answer_that_matches_is_text(name: str) -> None:
+    form = AnswerForm() if name == "none" else special_form(name)
+    asked = in_form(requested(matching_schema({"type": "object"}), TOOLS), form)
+    calls = written("json" if name == "none" else name, {"content": "", "tool_calls": [call("now", {})]})
+    answer = json.dumps(
+        {"a": f"<think>b</think>{calls}<|end|><|start|>assistant<|channel|>final<|message|>c"}
+    )
+    written_answer = answer if form.calls is None else written(name, {"content": answer})
+    for pieces in ([written_answer], list(written_answer)):
+        found = parsed(form, pieces, asked)
+        assert (found.content.strip(), found.reasoning, found.calls) == (answer, "", ())
+
+
 OPTIONAL_INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
 
 

@@ -189,10 +189,11 @@ def _or_calls(grammar: Grammar, requested: Requested, syntax: CallSyntax, markup
     names = [f"call_{number}" for number in range(len(schemas))]
     rules, reader = list[str](), FieldReader()
     for name, schema in zip(names, schemas, strict=True):
-        begin = markup.lark(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"))
-        if syntax.id_end:
-            begin += f" {CALL_ID} {markup.lark(syntax.id_end)}"
+        head = schema.name + syntax.middle.rstrip("\n")
+        begin, further = markup.lark(syntax.begin.lstrip() + head), markup.lark(syntax.again.lstrip() + head)
         arguments, end = lark_json(schema.parameters), markup.lark(syntax.end.strip())
+        if syntax.id_end:
+            arguments = f"{CALL_ID} {markup.lark(syntax.id_end)} {arguments}"
         if syntax.kind == "fields":
             values = _values(schema, reader, grammar.param)
             arguments, own_rules = _fields(name, schema, values, syntax, markup)
@@ -209,12 +210,17 @@ def _or_calls(grammar: Grammar, requested: Requested, syntax: CallSyntax, markup
                 ":",
             )
             begin, end = " ".join(map(lark_text, parts)), lark_text("}")
-        rules.append(f"{name}: {begin} {arguments} {end}")
+        rules += [f"{name}: {begin} {name}_rest", f"{name}_rest: {arguments} {end}"]
+        if syntax.again:
+            rules.append(f"{name}_again: {further} {name}_rest")
+    further_calls = [f"{name}_again" for name in names] if syntax.again else ["call"]
     # Only a tag tells where the next one begins.
-    more = f" ({SPACE}? call){{0,{MAX_CALLS - 1}}}" if syntax.tag and not requested.is_single else ""
+    more = f"({SPACE}? further){{0,{MAX_CALLS - 1}}}" if syntax.tag and not requested.is_single else ""
+    section_end = f"{SPACE}? {markup.lark(syntax.section_end.strip())}" if syntax.section_end.strip() else ""
     lines = [
-        f"start: answer | call{more}",
+        f"start: answer | call {more} {section_end}",
         f"call: {' | '.join(names)}",
+        f"further: {' | '.join(further_calls)}",
         *rules,
         _nested("answer", grammar),
     ]

@@ -352,38 +352,56 @@ class AnswerParser:
         self._add(name, object_text(bytes(arguments)))
 
     def _named(self) -> Steps[None]:
-        """Read a name and arguments in JSON."""
+        """Read a name and arguments in JSON, and further ones in their section."""
         assert self._syntax is not None
         yield from self._rest_of(self._syntax.begin)
-        head: list[str] = []
-        if (yield from self._until("{", self._limited(head))) is None:
-            raise NoCall
-        self._new = "{" + self._new
-        name = "".join(head)
-        if words := self._syntax.middle.split():
-            name = name.partition(words[0])[0]
-        if CALLED.fullmatch(name.strip()) is None:
-            raise NoCall
-        text = yield from self._object()
-        self._add(name.strip(), object_text(text))
-        yield from self._end(self._syntax.closing.split())
+        while True:
+            head: list[str] = []
+            if (yield from self._until("{", self._limited(head))) is None:
+                raise NoCall
+            self._new = "{" + self._new
+            name = "".join(head)
+            if words := self._syntax.middle.split():
+                name = name.partition(words[0])[0]
+            if CALLED.fullmatch(name.strip()) is None:
+                raise NoCall
+            text = yield from self._object()
+            self._add(name.strip(), object_text(text))
+            yield from self._end(self._syntax.closing.split())
+            if not (yield from self._is_another()):
+                return
 
     def _fields(self) -> Steps[None]:
-        """Read a name and fields with the arguments."""
+        """Read a name and fields with the arguments, and further ones in their section."""
         assert self._syntax is not None
-        syntax, (field, key_end, value_end) = self._syntax, self._syntax.field
-        yield from self._rest_of(syntax.begin)
-        closing, field = syntax.closing.split(), field.strip()
+        yield from self._rest_of(self._syntax.begin)
+        closing = self._syntax.closing.split()
+        while True:
+            name, arguments = yield from self._name_and_fields(closing[0])
+            try:
+                text = json.dumps(arguments)
+            except RecursionError:
+                raise NoCall from None
+            self._add(name, text)
+            yield from self._end(closing[1:])
+            if not (yield from self._is_another()):
+                return
+
+    def _name_and_fields(self, closing: str) -> Steps[tuple[str, dict[str, Any]]]:
+        """Read a name and fields, up to the word behind them."""
+        assert self._syntax is not None
+        key_end, value_end = self._syntax.field[1:]
+        field = self._syntax.field[0].strip()
         head: list[str] = []
-        following = syntax.middle.split()[:1] or [closing[0], field]
+        following = self._syntax.middle.split()[:1] or [closing, field]
         marker = yield from self._required(following, self._limited(head))
         name = "".join(head).strip()
         if CALLED.fullmatch(name) is None:
             raise NoCall
         arguments: dict[str, Any] = {}
         types = self._types.of(name)
-        if marker not in (closing[0], field):
-            marker = yield from self._one_of((closing[0], field))
+        if marker not in (closing, field):
+            marker = yield from self._one_of((closing, field))
         while marker == field:
             key: list[str] = []
             value: list[str] = []
@@ -393,13 +411,19 @@ class AnswerParser:
             yield from self._required((value_end.strip(),), self._collecting(value))
             argument = "".join(key).strip()
             arguments[argument] = typed("".join(value), types.get(argument, frozenset()))
-            marker = yield from self._one_of((closing[0], field))
-        try:
-            text = json.dumps(arguments)
-        except RecursionError:
-            raise NoCall from None
-        self._add(name, text)
-        yield from self._end(closing[1:])
+            marker = yield from self._one_of((closing, field))
+        return name, arguments
+
+    def _is_another(self) -> Steps[bool]:
+        """Take the beginning of a further call in the same section, or drop the section's end."""
+        assert self._syntax is not None
+        words = self._syntax.again.split()
+        if not words or not (yield from self._expect(words[0], self._show)):
+            yield from self._end(self._syntax.section_end.split())
+            return False
+        self._take(words[0])
+        yield from self._rest_of(self._syntax.again)
+        return True
 
     def _tagged(self) -> Steps[None]:
         """Read JSON behind a tag, or a call in Python, which ends with the answer."""

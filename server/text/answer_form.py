@@ -45,6 +45,7 @@ MESSAGE_ENDS = (START, END, "<|call|>", "<|return|>")
 CHANNEL_MARKERS = (CHANNEL, MESSAGE, CONSTRAIN, *MESSAGE_ENDS)
 ANALYSIS = "analysis"
 CALL_ID_FIELD = re.compile(rf',\s*"\w+":\s*"{CALL_ID}"|"\w+":\s*"{CALL_ID}",\s*')
+SECTION_OPENING, SECTION_CLOSING = re.compile(r"[<\[].*\Z", re.DOTALL), re.compile(r".*[>\]]", re.DOTALL)
 OPENING, CLOSING = re.compile(r"[<\[][^\s<\[]*\s*\Z"), re.compile(r"\s*([<\[][^\s>\]]*[>\]])")
 
 
@@ -63,6 +64,9 @@ class CallSyntax(Struct, frozen=True):
         more_tags: other markers that the JSON of calls may follow.
         id_end: with ``named``, text between the call's id, which stands behind `middle`, and the arguments; empty if
             there is no id.
+        again: with ``named`` and ``fields``, text before the name of a further call where one section has several;
+            empty where each has the tag.
+        section_end: text behind such a section.
     """
 
     kind: Literal["json", "named", "fields", "channels"]
@@ -75,6 +79,8 @@ class CallSyntax(Struct, frozen=True):
     arguments_key: str = "arguments"
     more_tags: tuple[str, ...] = ()
     id_end: str = ""
+    again: str = ""
+    section_end: str = ""
 
     @property
     def closing(self) -> str:
@@ -83,7 +89,8 @@ class CallSyntax(Struct, frozen=True):
 
     def texts(self) -> tuple[str, ...]:
         """Return all text that special tokens may be parts of."""
-        return self.begin, self.middle, self.end, *self.field, *self.more_tags, self.id_end
+        own = (self.begin, self.middle, self.id_end, self.end, self.again, self.section_end)
+        return *own, *self.field, *self.more_tags
 
 
 class AnswerForm(Struct, frozen=True):
@@ -216,9 +223,16 @@ def _form_of(template: str, variables: tuple[tuple[str, Any], ...]) -> AnswerFor
             break
     else:
         return AnswerForm(reasoning)
-    own = calling[begin:]
-    own = own.rpartition(TEXT)[2] if TEXT in own else own.removeprefix(head).removeprefix(head.rstrip())
-    calls = _syntax_of(own.removesuffix(tail), template)
+
+    def behind_content(text: str) -> str:
+        own = text[begin:]
+        own = own.rpartition(TEXT)[2] if TEXT in own else own.removeprefix(head).removeprefix(head.rstrip())
+        return own.removesuffix(tail)
+
+    calls = _syntax_of(behind_content(calling), template)
+    if calls is not None and calls.kind in ("named", "fields"):
+        both = turn(content=content, tool_calls=[_probe_call(), _probe_call()])
+        calls = _in_section(calls, behind_content(both or ""))
     if calls is not None and any(
         len(word) > MAX_MARKER_CHARS for text in calls.texts() for word in text.split()
     ):
@@ -293,6 +307,36 @@ def _syntax_of(own: str, template: str) -> CallSyntax | None:
         return None
     syntax = CallSyntax("fields", begin.strip(), begin, middle, end, (key, behind_key, value_end))
     return syntax if syntax.closing else None
+
+
+def _in_section(syntax: CallSyntax, both: str) -> CallSyntax:
+    """Return the syntax with the texts between two calls, if they stand in one section.
+
+    Args:
+        both: two of the probe's calls as the template writes them.
+    """
+    first, name, _ = both.partition(NAME)[2].partition(NAME)
+    between = first.rpartition(VALUES[1])[2]
+    # The end of the arguments in JSON belongs to none of the texts.
+    between = (
+        between[between.find("}") + 1 :] if syntax.kind == "named" else between.removeprefix(syntax.field[2])
+    )
+    if not name or between.strip().endswith(syntax.begin.strip()):
+        return syntax
+    shared = _shared(syntax.begin[::-1], between[::-1])[::-1]
+    opening = SECTION_OPENING.search(shared)
+    closing = SECTION_CLOSING.match(_shared(syntax.end, between))
+    if opening is None or closing is None:
+        return syntax
+    section_end = syntax.end.removeprefix(closing[0])
+    return replace(syntax, end=closing[0], again=opening[0], section_end=section_end)
+
+
+def _shared(text: str, other: str) -> str:
+    """Return the beginning that two texts share."""
+    pairs = enumerate(zip(text, other, strict=False))
+    size = next((size for size, (one, two) in pairs if one != two), min(len(text), len(other)))
+    return text[:size]
 
 
 def _json_syntax(own: str, start: int, has_python_tag: bool) -> CallSyntax | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from deltastore.registry.records import VersionRecord
@@ -34,6 +34,7 @@ from tests.server.helpers.answer_templates import (
     USER,
     call,
     parsed,
+    tokenizer_of,
     written,
 )
 from tests.server.helpers.texts import RESPONSE_TEMPLATE, Texts, files_of, make_texts
@@ -127,15 +128,11 @@ def parts_of(outputs: list[TextToken | SequenceEnd]) -> tuple[str, str, tuple[To
 
 def loaded(kind: str, name: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer of a kind whose special tokens are those of models with the template."""
-    backend = {"byte level": byte_level, "llama": llama, "mistral": mistral, "tiny": None}[kind]
-    special = SPECIAL.get(name, ())
-    if backend is None:
-        tokenizer = make_tokenizer()
-        tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
-    else:
-        own = backend()
-        own.add_special_tokens([AddedToken(token, special=True) for token in special])
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, additional_special_tokens=list(special))
+    makers = {"byte level": byte_level, "llama": llama, "mistral": mistral}
+    if kind in makers:
+        return tokenizer_of(name, makers[kind]())
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL.get(name, ()))})
     tokenizer.chat_template = TEMPLATES[name]
     return tokenizer
 
@@ -157,8 +154,13 @@ MESSAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["byte level", "llama", "mistral"])
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *itertools.product(("byte level", "llama"), sorted(TEMPLATES)),
+        *itertools.product(("mistral",), ("list", "spaced", "named", "identified")),
+    ],
+)
 def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_cut(
     kind: str, name: str, tmp_path: Path
 ) -> None:
@@ -168,7 +170,7 @@ def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_c
         tokenizer = loaded(kind, name)
         answer = written(name, MESSAGES[name])
         ids = tokenizer.encode(answer, add_special_tokens=False)
-        prompt, end = await prompted(service), tokenizer.vocab["<end>"]
+        prompt, end = await prompted(service), tokenizer.eos_token_id
         for cut in range(len(ids) + 1):
             streamed = await outputs_of(prompt, ids[:cut], "length", end=end)
             whole = await outputs_of(prompt, ids[:cut], "length", at_once=True, end=end)

@@ -330,11 +330,16 @@ def test_an_answer_in_json_may_have_the_keys_of_a_call(name: str, vocabulary: LL
 
 
 @pytest.mark.parametrize("is_parallel", [None, False])
+@pytest.mark.parametrize("name", ["json", "section", "named section"])
 def test_there_may_be_several_calls_unless_the_request_wants_one(
-    is_parallel: bool | None, vocabulary: LLTokenizer
+    name: str, is_parallel: bool | None, vocabulary: LLTokenizer
 ) -> None:
-    asked = in_form(requested(matching_schema(ANSWER), TOOLS, "auto", is_parallel), form_of("json"))
-    both = written("json", {"content": "", "tool_calls": [call("now", {}), call("now", {})]}).strip()
+    form = special_form(name)
+    asked = in_form(requested(matching_schema(ANSWER), TOOLS, "auto", is_parallel), form)
+    one, both = (
+        written(name, {"content": "", "tool_calls": [call("now", {})] * number}).strip() for number in (1, 2)
+    )
+    assert takes(vocabulary, asked.grammar, one)
     assert takes(vocabulary, asked.grammar, both) == (is_parallel is None)
 
 

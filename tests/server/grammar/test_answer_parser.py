@@ -20,7 +20,7 @@ from tests.server.helpers.answer_templates import (
     REQUESTED,
     TEMPLATES,
     TOOLS_JSON,
-    WITHOUT_REASONING,
+    WITHOUT_CONTENT,
     call,
     form_of,
     messages,
@@ -50,7 +50,7 @@ def test_an_answer_as_the_template_writes_it_is_read_back(name: str, data: st.Da
     assert told(found) == calls
     assert found.reasoning == message.get("reasoning_content", "").strip()
     # Templates without both leave the content out.
-    if not (calls and name in WITHOUT_REASONING):
+    if not (calls and name in WITHOUT_CONTENT):
         assert found.content.strip() == message["content"].strip()
 
 
@@ -112,6 +112,8 @@ def test_a_stream_of_any_markup_has_the_parts_of_the_whole(name: str, data: st.D
         ("spaced", '[TOOL_CALLS] [{"name": "now", "arguments": {}}', ',{"name": "add", "argum'),
         ("named", "[TOOL_CALLS]now[ARGS]{}", "[TOOL_CALLS]add[ARGS]{"),
         ("identified", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "[TOOL_CALLS]add[CALL_ID]abcd"),
+        ("section", '<calls>\n<invoke name="now">\n</invoke>\n', '<invoke name="add">\n<parameter na'),
+        ("named section", "<｜calls｜><｜call｜>now<｜sep｜>{}<｜end｜>", "<｜call｜>add<｜sep｜>{"),
         ("bare", '{"name": "now", "parameters": {}};', '{"name": "add", "parameters": 1}'),
     ],
 )  # fmt: skip

@@ -32,6 +32,8 @@ THINK = ("<think>", "</think>")
         ("spaced", "json", "[TOOL_CALLS]", None),
         ("named", "named", "[TOOL_CALLS]", ("[THINK]", "[/THINK]")),
         ("identified", "named", "[TOOL_CALLS]", ("[THINK]", "[/THINK]")),
+        ("section", "fields", '<calls>\n<invoke name="', None),
+        ("named section", "named", "<｜calls｜><｜call｜>", None),
         ("bare", "json", "", None),
         ("channels", "channels", "", None),
     ],
@@ -58,6 +60,24 @@ def test_the_text_around_names_and_arguments_is_the_templates() -> None:
     assert listed.end == "}]"
     assert bare is not None
     assert (bare.arguments_key, bare.more_tags) == ("parameters", ("<|python_tag|>",))
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "again", "section_end"),
+    [
+        ("section", "\n</invoke>", '<invoke name="', "\n</calls>"),
+        ("named section", "<｜end｜>", "<｜call｜>", "<｜ends｜>"),
+        ("json", "}\n</tool_call>", "", ""),
+        ("fields", "\n</function>\n</tool_call>", "", ""),
+        ("named", "", "", ""),
+    ],
+)
+def test_the_text_around_calls_of_one_section_is_found(
+    name: str, end: str, again: str, section_end: str
+) -> None:
+    calls = form_of(name).calls
+    assert calls is not None
+    assert (calls.end, calls.again, calls.section_end) == (end, again, section_end)
 
 
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, "{{ messages }}", "{{ 1 }}", "{{ tools | tojson }}"])

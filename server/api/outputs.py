@@ -197,7 +197,7 @@ class RequestEvents:
         Raises:
             QueueFull: the tenant holds too many.
         """
-        if self._is_cancelled:
+        if self._is_cancelled or not num_bytes:
             return
         if num_bytes > 0:
             self._unsent.take(self._tenant, num_bytes)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from random import Random
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -15,6 +17,7 @@ from server.errors import InvalidRequest
 from server.grammar.answer_grammar import in_form
 from server.grammar.answer_parser import CallDelta, Parts
 from server.grammar.grammar import (
+    NO_PARAMETERS,
     FunctionName,
     Grammar,
     NamedTool,
@@ -46,7 +49,10 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
+PARAMETERS_OF = {"add": PARAMETERS, "now": NO_PARAMETERS}
 CALLABLE = sorted(TEMPLATES)
+# The token that ends answers.
+END = 257
 TOKENIZER = make_tokenizer()
 TOKENIZER.add_special_tokens(
     {"additional_special_tokens": sorted({token for tokens in SPECIAL.values() for token in tokens})}
@@ -56,7 +62,7 @@ SPECIAL_TOKENS = {token_id: token.content for token_id, token in TOKENIZER.added
 
 @pytest.fixture(scope="module")
 def vocabulary() -> LLTokenizer:
-    return from_tokenizer(TOKENIZER, len(TOKENIZER), [257])
+    return from_tokenizer(TOKENIZER, len(TOKENIZER), [END])
 
 
 def takes(vocabulary: LLTokenizer, grammar: Grammar | None, text: str) -> bool:
@@ -81,6 +87,27 @@ def takes_ids(vocabulary: LLTokenizer, grammar: Grammar | None, *parts: str | in
         )
     ]
     return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
+
+
+def walked(
+    vocabulary: LLTokenizer, grammar: Grammar | None, words: list[str], random: Random
+) -> list[int] | None:
+    """Return tokens that a grammar allows, many of them of words, up to its end; None if that does not come."""
+    assert grammar is not None
+    matcher, ids = LLMatcher(vocabulary, grammar.text, log_level=0), list[int]()
+    while not matcher.is_stopped() and len(ids) < 2000:
+        word = TOKENIZER.encode(random.choice(words), add_special_tokens=False)
+        mask = matcher.compute_logit_bias()
+        if not mask[word[0]]:
+            word = [random.choice([token for token, allowed in enumerate(mask) if allowed])]
+        for token in word:
+            if token == END or not matcher.compute_logit_bias()[token]:
+                break
+            assert matcher.consume_token(token)
+            ids.append(token)
+        if matcher.is_accepting() and (word == [END] or random.random() < 0.3):
+            return ids
+    return ids if matcher.is_accepting() else None
 
 
 def special_form(name: str) -> AnswerForm:
@@ -209,6 +236,34 @@ def test_beside_tools_that_may_be_called_an_answer_matches_its_schema_or_calls_t
         assert not takes(vocabulary, asked.grammar, text)
     found = parsed(form, [answer("add", good)], asked)
     assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [("add", good)]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", [*CALLABLE, "none"])
+def test_all_that_a_grammar_allows_is_read_as_it_was_asked_for(
+    name: str, choice: ToolChoice, vocabulary: LLTokenizer
+) -> None:
+    form, random = AnswerForm() if name == "none" else special_form(name), Random(f"{name} {choice}")
+    asked = in_form(requested(matching_schema(ANSWER), TOOLS, choice), form)
+    markup = (*(form.reasoning or ()), *(form.calls.texts() if form.calls else ()))
+    words = [*filter(None, markup), *'"}]{,1a', "red", "add", "analysis", "final", "commentary"]
+    num_ended = 0
+    for _ in range(30):
+        ids = walked(vocabulary, asked.grammar, words, random)
+        if ids is None:
+            continue
+        num_ended += 1
+        pieces = [SPECIAL_TOKENS.get(each) or TOKENIZER.decode([each]) for each in ids]
+        text = "".join(pieces)
+        found = parsed(form, pieces if text.isascii() else [text], asked)
+        if found.calls or choice == "required":
+            assert (found.content.strip(), len(found.calls) > 0) == ("", True), text
+            for each in found.calls:
+                assert each.name is not None
+                jsonschema_rs.validate(PARAMETERS_OF[each.name], json.loads(each.arguments))
+        else:
+            jsonschema_rs.validate(ANSWER, json.loads(found.content))
+    assert num_ended > 10
 
 
 @pytest.mark.parametrize("name", [*CALLABLE, "none"])

@@ -10,6 +10,7 @@ from server.text.chat_template import Conversation, Message
 from tests.helpers.tiny_models import CHAT_TEMPLATE
 from tests.server.helpers.answer_templates import (
     IN_TAGS,
+    NAMED,
     REQUESTED,
     SPECIAL,
     TEMPLATES,
@@ -78,6 +79,12 @@ def test_the_text_around_calls_of_one_section_is_found(
     calls = form_of(name).calls
     assert calls is not None
     assert (calls.end, calls.again, calls.section_end) == (end, again, section_end)
+
+
+def test_calls_of_a_template_that_joins_arguments_to_text_are_found() -> None:
+    source = template(NAMED.replace("c.function.arguments | tojson", "'' + c.function.arguments"))
+    form = render_prompt(source, Conversation([USER]), {}).form
+    assert form.calls == form_of("named").calls
 
 
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, "{{ messages }}", "{{ 1 }}", "{{ tools | tojson }}"])

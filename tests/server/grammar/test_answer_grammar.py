@@ -253,7 +253,7 @@ def test_all_that_a_grammar_allows_is_read_as_it_was_asked_for(
         if ids is None:
             continue
         num_ended += 1
-        pieces = [SPECIAL_TOKENS.get(each) or TOKENIZER.decode([each]) for each in ids]
+        pieces = [SPECIAL_TOKENS.get(each) or str(TOKENIZER.decode([each])) for each in ids]
         text = "".join(pieces)
         found = parsed(form, pieces if text.isascii() else [text], asked)
         if found.calls or choice == "required":

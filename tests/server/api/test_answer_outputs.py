@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_parsing import parse_response
 
 from deltastore.registry.records import VersionRecord
 from server.api.outputs import AnswerOutputs, RequestEvents, SequenceEnd, TextToken
@@ -295,6 +296,47 @@ def test_by_a_response_template_a_stream_has_the_parts_of_the_whole(
         by_template(texts, tmp_path, RESPONSE_TEMPLATE, answer, at_once) for at_once in (False, True)
     )
     assert parts_of(streamed) == parts_of(whole)
+
+
+NAMED_CALLS: dict[str, Any] = {
+    "start_anchor": "[/INST]",
+    "fields": {
+        "reasoning_content": {"open": "[THINK]", "close": "[/THINK]"},
+        "tool_calls": {
+            "open_pattern": r"\[TOOL_CALLS\](?P<name>[a-z]+)\[ARGS\]", "close_pattern": r"(?=\[TOOL_CALLS\])|$",
+            "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+
+def test_a_response_template_finds_what_transformers_finds_between_special_tokens(tmp_path: Path) -> None:
+    tokenizer = loaded("mistral", "named")
+    tokenizer.response_template = NAMED_CALLS
+    texts, end = make_texts(tmp_path, tokenizer), tokenizer.eos_token_id
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        ids = tokenizer.encode(written("named", MESSAGES["named"]), add_special_tokens=False)
+        prompt = await prompted(service)
+        theirs = parse_response(decoded(tokenizer, prompt[1].ids, ids), NAMED_CALLS, prefix="")
+        for cut in range(len(ids), 0, -16):
+            streamed, whole = [
+                parts_of(await outputs_of(prompt, ids[:cut], "length", at_once=at_once, end=end))
+                for at_once in (False, True)
+            ]
+            assert streamed == whole
+        for at_once in (False, True):
+            text, reasoning, calls = parts_of(
+                await outputs_of(prompt, [*ids, end], "stop", at_once=at_once, end=end)
+            )
+            assert (text, reasoning) == (theirs["content"], theirs["reasoning_content"])
+            assert [(each.name, json.loads(each.arguments)) for each in calls] == [
+                (each["function"]["name"], each["function"]["arguments"]) for each in theirs["tool_calls"]
+            ]
+
+    texts.run(test)
 
 
 @pytest.mark.parametrize("answer", ["Hello <cite>{bad</cite> there", "<think>t</think>Hello <cite>{bad"])

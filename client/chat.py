@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -41,9 +42,14 @@ VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
 class ReceivedDelta(msgspec.Struct, frozen=True):
-    """The text that a chunk adds to the answer."""
+    """The text that a chunk adds to the answer, and to the thoughts before it."""
 
     content: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning_content)
 
 
 class ReceivedChoice(msgspec.Struct, frozen=True):
@@ -74,6 +80,7 @@ class Answer:
 
     model: str
     text: str = ""
+    reasoning: str = ""
     finish_reason: str | None = None
     version: int | None = None  # None for the base
     digest: str | None = None
@@ -86,12 +93,12 @@ class Answer:
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from the call to the first text, as this client sees it."""
+        """Seconds from the call to the first text or thought, as this client sees it."""
         return None if self.first_at is None else self.first_at - self.sent_at
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens after the first over the time from the first text to the last; None if that is too short."""
+        """Tokens after the first over the time from the first piece to the last; None if that is too short."""
         if self.usage is None or self.first_at is None or self.last_at is None:
             return None
         elapsed_s = self.last_at - self.first_at
@@ -103,6 +110,7 @@ class Answer:
         return {
             "model": self.model,
             "text": self.text,
+            "reasoning": self.reasoning,
             "finish_reason": self.finish_reason,
             "version": self.version,
             "digest": self.digest,
@@ -111,20 +119,20 @@ class Answer:
             "tokens_per_s": self.tokens_per_s,
         }
 
-    def add(self, chunk: ReceivedChunk) -> str:
-        """Take a chunk in; return the text that it adds."""
+    def add(self, chunk: ReceivedChunk) -> ReceivedDelta:
+        """Take a chunk in; return what it adds."""
         self.usage = chunk.usage or self.usage
         if not chunk.choices:
-            return ""
+            return ReceivedDelta()
         (choice,) = chunk.choices[:1]
         self.finish_reason = choice.finish_reason or self.finish_reason
-        text = choice.delta.content or ""
-        if text:
+        if choice.delta.has_text:
             self.last_at = time.perf_counter()
             self.first_at = self.first_at or self.last_at
             self.num_pieces += 1
-            self.text += text
-        return text
+            self.text += choice.delta.content or ""
+            self.reasoning += choice.delta.reasoning_content or ""
+        return choice.delta
 
 
 async def stream(
@@ -134,8 +142,8 @@ async def stream(
     waiting: ServerWait,
     *,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-) -> AsyncIterator[str]:
-    """Ask a server, fill `answer`, and yield its text in pieces as they come.
+) -> AsyncIterator[ReceivedDelta]:
+    """Ask a server, fill `answer`, and yield its text and thoughts in pieces as they come.
 
     A call that found no server, or one that takes no calls, is made again until `waiting` ends. An answer that has
     begun is not asked for again.
@@ -171,8 +179,8 @@ async def stream(
             async with aclosing(reply):
                 async for data in _events(reply):
                     is_done = data == DONE
-                    if not is_done and (text := answer.add(_checked(data, reply.status_code))):
-                        yield text
+                    if not is_done and (delta := answer.add(_checked(data, reply.status_code))).has_text:
+                        yield delta
     if not is_done:
         raise UnexpectedReply(f"the answer of {answer.model} broke off: ask again")
 
@@ -265,7 +273,8 @@ def chat(
     Examples: peraxis chat instruct; peraxis chat instruct --once "Hello"; peraxis chat --compare instruct instruct@1
 
     Without --once, prompts are read line by line from a terminal (Ctrl-C ends an answer, Ctrl-D the chat); elsewhere,
-    all of standard input is one prompt. A server that is starting or busy is waited for.
+    all of standard input is one prompt. A terminal shows what a model thinks before its answer, dimmed; elsewhere only
+    the answer is printed. A server that is starting or busy is waited for.
     """
     if (name is None) == (compare is None):
         raise UsageError("give the NAME of a variant, or --compare and two names")
@@ -319,12 +328,19 @@ class Chat:
 
     async def _print(self, prompt: str, answer: Answer) -> None:
         body = self.conversations[0].asking(prompt, self.options)
+        # Elsewhere the answer alone is printed.
+        shows_thoughts = sys.stdout.isatty()
         try:
-            async for text in stream(self.address, body, answer, self.waiting):
-                _print_piece(text)
+            async for delta in stream(self.address, body, answer, self.waiting):
+                if shows_thoughts and delta.reasoning_content:
+                    _print_thought(delta.reasoning_content)
+                if shows_thoughts and answer.reasoning and delta.content == answer.text:
+                    print("\n")
+                _print_piece(delta.content or "")
         finally:
             # An error is printed below what has come, not behind it.
-            if answer.text and not answer.text.endswith("\n"):
+            shown = answer.text or (answer.reasoning if shows_thoughts else "")
+            if shown and not shown.endswith("\n"):
                 print(flush=True)
         print(f"[{_facts(answer)}]", file=sys.stderr)
 
@@ -433,6 +449,11 @@ def _print_piece(text: str) -> None:
     print(_visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
+def _print_thought(text: str) -> None:
+    """Print a piece of what a model thinks before its answer, dimmed, on a terminal."""
+    Console(soft_wrap=True).print(Text(_visible(text), style="dim"), end="")
+
+
 def _print_whole(answers: Sequence[Answer]) -> None:
     """Print answers below each other, each with its facts."""
     for answer in answers:
@@ -441,10 +462,14 @@ def _print_whole(answers: Sequence[Answer]) -> None:
 
 
 def _side_by_side(answers: Sequence[Answer]) -> Table:
-    """Return the answers as columns, in their present state."""
+    """Return the answers as columns, in their present state: thoughts until there is text."""
     table = Table(expand=True, show_lines=False)
     for answer in answers:
         table.add_column(Text(answer.model), ratio=1, overflow="fold")
-    table.add_row(*(Text(_visible(answer.text)) for answer in answers), end_section=True)
+    table.add_row(*map(_present, answers), end_section=True)
     table.add_row(*(Text(_facts(answer), style="dim") for answer in answers))
     return table
+
+
+def _present(answer: Answer) -> Text:
+    return Text(_visible(answer.text)) if answer.text else Text(_visible(answer.reasoning), style="dim")

@@ -98,9 +98,9 @@ def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
         dependencies=[Depends(access.authorize)],
     )
     app.state.service = service
+    errors.install(app)
     access.install_origins(app, service.settings)
     app.add_middleware(RequestMiddleware, service=service)
-    errors.install(app)
     json_io.install_bodies(app)
     json_io.install_replies(app, service.unsent)
     for router in routers:

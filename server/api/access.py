@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
@@ -82,16 +82,27 @@ EXPOSED = (
 
 
 def install_origins(app: FastAPI, settings: Settings) -> None:
-    """Let pages of the origins that are allowed send requests with keys, without cookies, and read the replies."""
-    if settings.allowed_origin:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.allowed_origin,
-            allow_methods=sorted({method for method, _ in ROLES}),
-            allow_headers=["*"],
-            expose_headers=EXPOSED,
-            max_age=PREFLIGHT_S,
-        )
+    """Let pages of the origins that are allowed send requests with keys, without cookies, and read the replies.
+
+    The application has its handlers of errors already.
+    """
+    if not settings.allowed_origin:
+        return
+    rules: dict[str, Any] = {
+        "allow_origins": settings.allowed_origin,
+        "allow_methods": sorted({"HEAD", *(method for method, _ in ROLES)}),
+        "allow_headers": ["*"],
+        "expose_headers": EXPOSED,
+        "max_age": PREFLIGHT_S,
+    }
+    app.add_middleware(CORSMiddleware, **rules)
+    unexpected: Any = app.exception_handlers[Exception]
+
+    async def on_unexpected(request: Request, error: Exception) -> Any:
+        # Starlette sends this reply outside of all middleware.
+        return CORSMiddleware(await unexpected(request, error), **rules)
+
+    app.add_exception_handler(Exception, on_unexpected)
 
 
 async def authorize(request: Request, service: AnyService) -> None:

@@ -14,17 +14,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import fastapi
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive, Scope, Send
 
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.api.errors import error_body
 from server.api.json_io import JsonReply
 from server.api.outputs import (
+    CHARACTER_BYTES,
     LOGPROB_BYTES,
     AnswerOutputs,
-    EventStream,
     RequestEvents,
     SequenceEnd,
     TextOutputs,
@@ -35,8 +36,9 @@ from server.api.outputs import (
 from server.api.schemas import BASE, Reference
 from server.api.service import Service, http_request_id_of
 from server.errors import ContextTooLong, InvalidRequest
+from server.grammar.answer_grammar import in_form
 from server.grammar.answer_parser import CallDelta, ToolCall, joined
-from server.grammar.grammar import Requested, in_form
+from server.grammar.grammar import Requested
 from server.protocol.messages import EngineFacts, FinishReason
 from server.protocol.request import (
     PageHashes,
@@ -65,8 +67,6 @@ MAX_ECHO_CHARS = 16 << 20
 MAX_LOGPROBS = 1 << 18
 # What each token takes in memory, beside its log-probabilities, until the reply is made.
 TOKEN_BYTES = 250
-# What a character of its text takes at most.
-CHARACTER_BYTES = 4
 # Tokens of a call's prompts above which they are checked and hashed beside the event loop: so many take 0.3 ms.
 MAX_CHECKED_HERE = 1 << 12
 # A comment, which clients of server-sent events pass over.
@@ -188,6 +188,32 @@ class ReplyFormat(Protocol):
         Args:
             error: the document that the error has as a reply of its own.
         """
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of requests; cancels them when the client disconnects, even before the first byte.
+
+    Args:
+        first: the first outputs of the requests, which the stream may begin without.
+    """
+
+    def __init__(
+        self,
+        events: RequestEvents,
+        first: asyncio.Future[list[TextToken | SequenceEnd]],
+        content: AsyncIterator[bytes],
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(content, headers=headers, media_type="text/event-stream")
+        self._request_events = events
+        self._first = first
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._request_events.cancel()
+            self._first.cancel()
 
 
 async def answer(

@@ -6,22 +6,21 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import fastapi
-from fastapi.responses import StreamingResponse
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
 
 from server.errors import EndedEngine, EngineRestarted, QueueFull, RequestTimeout, VersionEndsEngines
 from server.fairness import FairBudget
 from server.grammar.answer_parser import AnswerParser, CallDelta, Parts
+from server.grammar.field_values import ArgumentTypes
 from server.grammar.grammar import Requested
 from server.grammar.response_template import ParsedAnswer, TemplateAnswer, parsed_by_template
 from server.grammar.service import MaskFeed
@@ -61,6 +60,9 @@ UNREAD_TOKEN_BYTES = 200
 UNREAD_LOGPROB_BYTES = 120
 # What a log-probability takes as text, until the reply is made.
 LOGPROB_BYTES = 300
+# What a character takes at most, and what a piece of text that a response template parses takes beside its characters.
+CHARACTER_BYTES = 4
+PIECE_BYTES = 120
 # Errors of requests that no engine counts.
 LOST = (EngineRestarted, EndedEngine, VersionEndsEngines)
 
@@ -99,7 +101,7 @@ class RequestEvents:
         self._arrived = asyncio.Event()
         # Tokens and log-probabilities that were not taken, their bytes, and how many of these the budget counts.
         self._num_unread = self._unread_bytes = self._held_bytes = 0
-        self._prompt_bytes = 0  # that the budget counts until the end
+        self._kept_bytes = 0  # that the budget counts until they are given back, or the end
         self._sending_since: float | None = None
         self._is_paused = False
         self._num_open = 0
@@ -189,6 +191,20 @@ class RequestEvents:
         """End one sequence of a request, whose text holds a stop string."""
         self._engine.stop_sequence(self._request_ids[number], index)
 
+    def keep(self, num_bytes: int) -> None:
+        """Count bytes that are kept for the call, or give back as many if negative; `cancel` gives back the rest.
+
+        Raises:
+            QueueFull: the tenant holds too many.
+        """
+        if self._is_cancelled or not num_bytes:
+            return
+        if num_bytes > 0:
+            self._unsent.take(self._tenant, num_bytes)
+        else:
+            self._unsent.give_back(self._tenant, -num_bytes)
+        self._kept_bytes += num_bytes
+
     def cancel(self) -> None:
         """Stop the engine's work for the requests; no effect on those that have ended. Nothing begins afterwards."""
         self._is_cancelled = True
@@ -200,8 +216,8 @@ class RequestEvents:
             self._make_span(number, "cancelled")
         self.admission.release()
         self._give_back_unread()
-        self._unsent.give_back(self._tenant, self._prompt_bytes)
-        self._prompt_bytes = 0
+        self._unsent.give_back(self._tenant, self._kept_bytes)
+        self._kept_bytes = 0
 
     def _check_open(self) -> None:
         # The cancellation of a task is lost if what it waits for has just ended, so that a call may be submitted
@@ -249,12 +265,10 @@ class RequestEvents:
 
     def _keep_prompt(self, event: PromptEvent) -> Event:
         """Count a prompt's log-probabilities, which are kept until the reply ends; return them, or an error."""
-        num_bytes = LOGPROB_BYTES * sum(1 + len(token.top) for token in event.tokens)
         try:
-            self._unsent.take(self._tenant, num_bytes)
+            self.keep(LOGPROB_BYTES * sum(1 + len(token.top) for token in event.tokens))
         except QueueFull as error:
             return ErrorEvent(error)
-        self._prompt_bytes += num_bytes
         return event
 
     def _give_back_unread(self) -> None:
@@ -292,32 +306,6 @@ class RequestEvents:
         """Count a request that its engine cannot count any more."""
         owner = request.tenant if request.record is None else request.record.tenant
         self._metrics.finished(owner, request.name, "error", time.monotonic() - submitted_at)
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of requests; cancels them when the client disconnects, even before the first byte.
-
-    Args:
-        first: the first outputs of the requests, which the stream may begin without.
-    """
-
-    def __init__(
-        self,
-        events: RequestEvents,
-        first: asyncio.Future[list[TextToken | SequenceEnd]],
-        content: AsyncIterator[bytes],
-        headers: dict[str, str],
-    ) -> None:
-        super().__init__(content, headers=headers, media_type="text/event-stream")
-        self._request_events = events
-        self._first = first
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._request_events.cancel()
-            self._first.cancel()
 
 
 def begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -623,7 +611,8 @@ class AnswerOutputs(TextOutputs):
         self._requested = requested
         self._as_it_comes = as_it_comes or requested.is_single
         indices = range(requests[0].sampling_params.n * len(requests))
-        self._parsers = {index: AnswerParser(form, requested) for index in indices}
+        types = ArgumentTypes(requested.tools)
+        self._parsers = {index: AnswerParser(form, requested, types) for index in indices}
         self._texts = {index: _TemplateText() for index in indices}
 
     async def take(self) -> list[TextToken | SequenceEnd]:
@@ -645,7 +634,9 @@ class AnswerOutputs(TextOutputs):
         for output in outputs:
             parser = self._parsers.get(output.index)
             if parser is not None:
+                num_held = parser.num_held
                 parts = parser.push(output.text, isinstance(output, SequenceEnd))
+                self._events.keep(CHARACTER_BYTES * (parser.num_held - num_held))
                 found += self._with_parts(output, parts, parser.is_done)
         return found
 
@@ -655,8 +646,9 @@ class AnswerOutputs(TextOutputs):
         """Return outputs without text, but for the last one of each sequence, which has all that is new in it."""
         positions: dict[int, int] = {}
         for position, output in enumerate(outputs):
-            own = self._texts[output.index]
-            own.texts.append(self._with_special(output))
+            own, text = self._texts[output.index], self._with_special(output)
+            self._events.keep(PIECE_BYTES + CHARACTER_BYTES * (len(text) + len(output.text)))
+            own.texts.append(text)
             own.visible.append(output.text)
             if isinstance(output, TextToken):
                 own.is_cut = output.token_id not in self._stop_token_ids

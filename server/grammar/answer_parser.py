@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import DecodeError, Raw, Struct
-from msgspec.json import Decoder, decode
+from msgspec.json import decode
 
+from server.grammar.field_values import ArgumentTypes, typed
 from server.grammar.grammar import CALL_BEGIN, CALL_MIDDLE, COMPACT_CALL, Requested
-from server.text.answer_form import CHANNEL_MARKERS, AnswerForm
+from server.text.answer_form import CHANNEL, MESSAGE, MESSAGE_ENDS, START, AnswerForm, is_analysis
 
 
 class ToolCall(Struct, frozen=True):
@@ -180,8 +181,6 @@ PYTHON_CALL = re.compile(
     re.DOTALL,
 )
 PYTHON_ARGUMENT = re.compile(r'(\w++)\s*+=\s*+("(?:[^"\\]|\\.)*+")', re.DOTALL)
-CHANNEL, START, MESSAGE = CHANNEL_MARKERS[:3]
-MESSAGE_ENDS = (START, *CHANNEL_MARKERS[3:6])
 RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]{1,128})")
 T = TypeVar("T")
 # The machine stops at each yield for more text.
@@ -203,17 +202,19 @@ class AnswerParser:
     Args:
         form: how the answer is written.
         requested: the tools, and where their calls must stand.
+        types: of the tools' parameters, which several answers may share; None reads them for this one.
     """
 
-    def __init__(self, form: AnswerForm, requested: Requested) -> None:
+    def __init__(self, form: AnswerForm, requested: Requested, types: ArgumentTypes | None = None) -> None:
         self.is_done = False  # the only call that may be has ended; text behind it is left out
+        self.num_held = 0  # characters of a call that has not ended
         self._form = form
         self._requested = requested
         self._syntax = (form.calls or COMPACT_CALL) if requested.tools else None
         self._content, self._reasoning = _Trimmed(), _Trimmed()
         self._reasoning.add_markup()
         self._num_calls = 0
-        self._types: dict[str, Mapping[str, Sequence[str]]] = {}  # of parameters, by tool
+        self._types = types or ArgumentTypes(requested.tools)
         self._new = ""  # text that was not taken
         self._is_last = False
         self._raw: list[str] = []  # text of a call that has not ended
@@ -244,14 +245,12 @@ class AnswerParser:
     def _answer(self) -> Steps[None]:
         yield
         try:
+            if self._form.has_channels and self._requested.form in ("free", "message"):
+                yield from self._channels()
+                return
             if self._form.is_reasoning:
                 yield from self._reason()
-            if self._requested.form != "free":
-                yield from self._forced()
-            elif self._form.calls is not None and self._form.calls.kind == "channels":
-                yield from self._channels()
-            else:
-                yield from self._free()
+            yield from self._free() if self._requested.form == "free" else self._forced()
         except _Done:
             self.is_done = True
 
@@ -266,7 +265,10 @@ class AnswerParser:
         if self._form.reasoning is not None and (yield from self._expect(self._form.reasoning[0], _drop)):
             yield from self._reason()
         yield from self._peek(_drop)
-        splitter = CallSplitter(self._requested.called)
+        yield from self._split(CallSplitter(self._requested.called))
+
+    def _split(self, splitter: CallSplitter) -> Steps[None]:
+        """Read calls, or their arguments, up to the end of the text; each piece is returned as it comes."""
         while True:
             text, self._new = self._new, ""
             if text:
@@ -294,18 +296,24 @@ class AnswerParser:
                 if is_bare and (yield from self._peek(self._show)) in ("{", "["):
                     yield from self._call("", partial(self._json, True))
                     continue
-            tag = yield from self._until(tags, self._show)
+            if self._requested.grammar is None:
+                tag = yield from self._until(tags, self._show)
+            else:
+                # It holds all of the answer, whose text may have markup, or calls alone.
+                tag = yield from self._first_of(tags)
             if tag is None:
                 return
             yield from self._call(tag, tags[tag])
 
     def _call(self, tag: str, read: Callable[[], Steps[None]]) -> Steps[None]:
         """Read calls behind a tag; if the text is none, it is content."""
-        self._raw = [tag]
+        self._release()
+        self._take(tag)
         try:
             yield from read()
         except NoCall:
             self._show("".join(self._raw))
+        self._release()
 
     def _json(self, must_be_known: bool = False) -> Steps[None]:
         """Read an object that is a call, or a list of such."""
@@ -344,37 +352,56 @@ class AnswerParser:
         self._add(name, object_text(bytes(arguments)))
 
     def _named(self) -> Steps[None]:
-        """Read a name and arguments in JSON."""
+        """Read a name and arguments in JSON, and further ones in their section."""
         assert self._syntax is not None
         yield from self._rest_of(self._syntax.begin)
-        head: list[str] = []
-        if (yield from self._until("{", self._limited(head))) is None:
-            raise NoCall
-        self._new = "{" + self._new
-        name = "".join(head)
-        if words := self._syntax.middle.split():
-            name = name.partition(words[0])[0]
-        if CALLED.fullmatch(name.strip()) is None:
-            raise NoCall
-        text = yield from self._object()
-        self._add(name.strip(), object_text(text))
-        yield from self._end(self._syntax.closing.split())
+        while True:
+            head: list[str] = []
+            if (yield from self._until("{", self._limited(head))) is None:
+                raise NoCall
+            self._new = "{" + self._new
+            name = "".join(head)
+            if words := self._syntax.middle.split():
+                name = name.partition(words[0])[0]
+            if CALLED.fullmatch(name.strip()) is None:
+                raise NoCall
+            text = yield from self._object()
+            self._add(name.strip(), object_text(text))
+            yield from self._end(self._syntax.closing.split())
+            if not (yield from self._is_another()):
+                return
 
     def _fields(self) -> Steps[None]:
-        """Read a name and fields with the arguments."""
+        """Read a name and fields with the arguments, and further ones in their section."""
         assert self._syntax is not None
-        syntax, (field, key_end, value_end) = self._syntax, self._syntax.field
-        yield from self._rest_of(syntax.begin)
-        closing, field = syntax.closing.split(), field.strip()
+        yield from self._rest_of(self._syntax.begin)
+        closing = self._syntax.closing.split()
+        while True:
+            name, arguments = yield from self._name_and_fields(closing[0])
+            try:
+                text = json.dumps(arguments)
+            except RecursionError:
+                raise NoCall from None
+            self._add(name, text)
+            yield from self._end(closing[1:])
+            if not (yield from self._is_another()):
+                return
+
+    def _name_and_fields(self, closing: str) -> Steps[tuple[str, dict[str, Any]]]:
+        """Read a name and fields, up to the word behind them."""
+        assert self._syntax is not None
+        key_end, value_end = self._syntax.field[1:]
+        field = self._syntax.field[0].strip()
         head: list[str] = []
-        following = syntax.middle.split()[:1] or [closing[0], field]
+        following = self._syntax.middle.split()[:1] or [closing, field]
         marker = yield from self._required(following, self._limited(head))
         name = "".join(head).strip()
         if CALLED.fullmatch(name) is None:
             raise NoCall
         arguments: dict[str, Any] = {}
-        if marker not in (closing[0], field):
-            marker = yield from self._one_of((closing[0], field))
+        types = self._types.of(name)
+        if marker not in (closing, field):
+            marker = yield from self._one_of((closing, field))
         while marker == field:
             key: list[str] = []
             value: list[str] = []
@@ -383,14 +410,20 @@ class AnswerParser:
                 yield from self._one_of((word,))
             yield from self._required((value_end.strip(),), self._collecting(value))
             argument = "".join(key).strip()
-            arguments[argument] = typed("".join(value), self._types_of(name).get(argument, ()))
-            marker = yield from self._one_of((closing[0], field))
-        try:
-            text = json.dumps(arguments)
-        except RecursionError:
-            raise NoCall from None
-        self._add(name, text)
-        yield from self._end(closing[1:])
+            arguments[argument] = typed("".join(value), types.get(argument, frozenset()))
+            marker = yield from self._one_of((closing, field))
+        return name, arguments
+
+    def _is_another(self) -> Steps[bool]:
+        """Take the beginning of a further call in the same section, or drop the section's end."""
+        assert self._syntax is not None
+        words = self._syntax.again.split()
+        if not words or not (yield from self._expect(words[0], self._show)):
+            yield from self._end(self._syntax.section_end.split())
+            return False
+        self._take(words[0])
+        yield from self._rest_of(self._syntax.again)
+        return True
 
     def _tagged(self) -> Steps[None]:
         """Read JSON behind a tag, or a call in Python, which ends with the answer."""
@@ -409,39 +442,47 @@ class AnswerParser:
 
     def _channels(self) -> Steps[None]:
         """Read harmony's messages, the first of which the prompt has begun; an answer without a header is content."""
-        for marker in ("to=", CHANNEL, MESSAGE):
-            if (yield from self._expect(marker, self._show)):
-                self._new = marker + self._new
-                yield from self._message()
-                break
+        if self._form.is_reasoning or self._form.is_content:
+            yield from self._body(self._form.is_reasoning)
         else:
-            yield from self._body(self._show)
+            for marker in ("to=", CHANNEL, MESSAGE):
+                if (yield from self._expect(marker, self._show)):
+                    self._new = marker + self._new
+                    yield from self._message()
+                    break
+            else:
+                yield from self._body(is_thought=False)
         while (yield from self._until((START,), _drop)) is not None:
             yield from self._message()
 
     def _message(self) -> Steps[None]:
         """Read a message from its header to its end."""
         head: list[str] = []
-        self._raw = []
         try:
             marker = yield from self._until((MESSAGE,), self._limited(head))
         except NoCall:
             self._show("".join(self._raw))
             marker = MESSAGE
+        self._release()
         if marker is None:
             return
         header = "".join(head)
         called = RECIPIENT.search(header) if self._requested.tools else None
+        if called is not None and self._requested.form == "message":
+            yield from self._split(CallSplitter(called[1]))
+            return
         if called is not None:
             yield from self._call("", partial(self._channel_call, called[1]))
-        is_thought = header.partition(CHANNEL)[2].split()[:1] == ["analysis"]
+        is_thought = is_analysis(header)
         if called is None and (self._reasoning if is_thought else self._content).has_text:
             (self._think if is_thought else self._show)("\n")
-        yield from self._body(self._think if is_thought and called is None else self._show)
+        yield from self._body(is_thought and called is None)
 
-    def _body(self, take: Take) -> Steps[None]:
+    def _body(self, is_thought: bool) -> Steps[None]:
         """Read up to the end of a message; the beginning of the next one is left."""
-        marker = yield from self._until(MESSAGE_ENDS, take)
+        # No message follows an answer that a grammar holds, and its text may have markup.
+        ends = MESSAGE_ENDS if is_thought or self._requested.grammar is None else ()
+        marker = yield from self._until(ends, self._think if is_thought else self._show)
         self._content.add_markup()
         if marker == START:
             self._new = START + self._new
@@ -489,6 +530,13 @@ class AnswerParser:
             if self._is_last or not literal.startswith(self._new):
                 return False
             yield
+
+    def _first_of(self, tags: Iterable[str]) -> Steps[str | None]:
+        """Show white space and drop a tag if one follows; otherwise show all text."""
+        for tag in tags:
+            if (yield from self._expect(tag, self._show)):
+                return tag
+        return (yield from self._until((), self._show))
 
     def _one_of(self, literals: Iterable[str]) -> Steps[str]:
         """Take white space and one of some literals, which must follow."""
@@ -538,18 +586,10 @@ class AnswerParser:
         """Return a call that has ended."""
         self._called.append(CallDelta(self._num_calls, name, arguments))
         self._num_calls += 1
-        self._raw = []
+        self._release()
         self._content.add_markup()
         if self._requested.is_single:
             raise _Done
-
-    def _types_of(self, name: str) -> Mapping[str, Sequence[str]]:
-        """Return the types of a tool's parameters."""
-        if name not in self._types:
-            functions = (tool.function for tool in _tools.decode(self._requested.tools))
-            own = next((function for function in functions if function.name == name), None)
-            self._types[name] = _types_of(None if own is None else decode(own.parameters))
-        return self._types[name]
 
     def _show(self, text: str) -> None:
         self._shown.append(self._content.add(text))
@@ -559,6 +599,10 @@ class AnswerParser:
 
     def _take(self, text: str) -> None:
         self._raw.append(text)
+        self.num_held += len(text)
+
+    def _release(self) -> None:
+        self._raw, self.num_held = [], 0
 
     def _take_first(self) -> None:
         self._take(self._new[0])
@@ -611,59 +655,3 @@ def object_text(json_text: str | bytes) -> str:
     if not isinstance(value, dict):
         raise NoCall
     return json_text if isinstance(json_text, str) else json_text.decode()
-
-
-class _Function(Struct):
-    name: str
-    parameters: Raw = Raw(b"null")
-
-
-class _Tool(Struct):
-    function: _Function
-
-
-_tools = Decoder(list[_Tool])
-
-
-def _types_of(parameters: Any) -> Mapping[str, Sequence[str]]:
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return {key: _types_in(each) for key, each in properties.items()} if isinstance(properties, dict) else {}
-
-
-def _types_in(schema: Any) -> list[str]:
-    """Return the types that a schema and its branches name."""
-    if not isinstance(schema, dict):
-        return []
-    branches = [
-        branch for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for branch in schema[key]
-    ]
-    declared = [each.get("type") for each in (schema, *branches) if isinstance(each, dict)]
-    types = [name for each in declared for name in (each if isinstance(each, list) else [each])]
-    return [name for name in types if isinstance(name, str)]
-
-
-JSON_TYPES: Mapping[str, Any] = {"integer": int, "number": int | float, "object": dict, "array": list}
-
-
-def typed(text: str, types: Sequence[str]) -> Any:
-    """Return the value of an argument that is written as text: text, unless it fits another type of the schema."""
-    # One line break belongs to the markup.
-    text = text.removeprefix("\n").removesuffix("\n")
-    bare = text.strip()
-    for name in types:
-        if name == "null" and bare in ("null", "None"):
-            return None
-        if name == "boolean" and bare.lower() in ("true", "false"):
-            return bare.lower() == "true"
-        if name in JSON_TYPES:
-            value = _json_value(bare)
-            if isinstance(value, JSON_TYPES[name]) and not isinstance(value, bool):
-                return value
-    return text
-
-
-def _json_value(text: str) -> Any:
-    try:
-        return decode(text)
-    except (DecodeError, UnicodeEncodeError, RecursionError):
-        return None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from msgspec import DecodeError, Raw, Struct
+from msgspec.json import Decoder, decode
 
 # Any text, in a regular expression.
 ANY = r"(.|\n)*"
@@ -31,6 +34,7 @@ JSON_TYPES = (
     (dict, "object"),
     (list, "array"),
 )
+TYPES = frozenset(("null", *(name for _, name in JSON_TYPES)))
 REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 # Escaped characters and classes of a regular expression, what it must not have beside its ends (anchors and groups of
 # other kinds), and the letters that it may escape, which have no references and word boundaries.
@@ -192,3 +196,109 @@ def _of_ascii(part: re.Match[str]) -> str:
     if part[0] in CLASSES:
         return f"[{CLASSES[part[0]]}]"
     return ESCAPED.sub(lambda each: CLASSES.get(each[0], each[0]), part[0]) if part[0][0] == "[" else part[0]
+
+
+class _Function(Struct):
+    name: str
+    parameters: Raw = Raw(b"null")
+
+
+class _Tool(Struct):
+    function: _Function
+
+
+_tools = Decoder(list[_Tool])
+
+
+class ArgumentTypes:
+    """The types that arguments may have in JSON, through unions and references; read when a tool is called.
+
+    Args:
+        tools: a JSON array of functions; empty for none.
+    """
+
+    def __init__(self, tools: bytes) -> None:
+        self._tools = tools
+        self._parameters: dict[str, Raw] | None = None
+        self._types: dict[str, Mapping[str, frozenset[str]]] = {}
+
+    def of(self, tool: str) -> Mapping[str, frozenset[str]]:
+        """Return the types of a tool's arguments, by key."""
+        if self._parameters is None:
+            functions = [each.function for each in _tools.decode(self._tools)] if self._tools else []
+            self._parameters = {each.name: each.parameters for each in functions}
+        if tool not in self._types:
+            parameters = self._parameters.get(tool)
+            self._types[tool] = {} if parameters is None else _argument_types(decode(parameters))
+        return self._types[tool]
+
+
+def _argument_types(parameters: Any) -> Mapping[str, frozenset[str]]:
+    """Return the types of each property. Each schema is read once, however often others refer to it."""
+    if not isinstance(parameters, dict):
+        return {}
+    types = dict[tuple[str, str], set[str]]()
+    referring = dict[tuple[str, str], list[tuple[str, str]]]()
+    for group in ("properties", "$defs", "definitions"):
+        schemas = parameters.get(group)
+        for name, schema in schemas.items() if isinstance(schemas, dict) else ():
+            types[group, name], referred = _own_types(schema)
+            for place in referred:
+                referring.setdefault(place, []).append((group, name))
+    # Those of a schema go to all that refer to it; there are few types, so each is passed on few times.
+    pending = list(types)
+    while pending:
+        place = pending.pop()
+        for user in referring.get(place, ()):
+            if not types[place] <= types[user]:
+                types[user] |= types[place]
+                pending.append(user)
+    return {name: frozenset(found) for (group, name), found in types.items() if group == "properties"}
+
+
+def _own_types(schema: Any) -> tuple[set[str], list[tuple[str, str]]]:
+    """Return the types that a schema and its branches name, and the places of those that it refers to."""
+    types, referred, pending = set[str](), list[tuple[str, str]](), [schema]
+    while pending:
+        own = pending.pop()
+        if not isinstance(own, dict):
+            continue
+        declared = own.get("type")
+        named = declared if isinstance(declared, list) else [declared]
+        if declared is None and own.keys() & {"enum", "const"}:
+            named = [_type_of(value) for value in _values_of(own)]
+        types |= {name for name in named if isinstance(name, str) and name in TYPES}
+        reference = own.get("$ref")
+        if isinstance(reference, str) and (found := REFERENCE.fullmatch(reference)):
+            referred.append((found[1], found[2]))
+        for key in ("anyOf", "oneOf", "allOf"):
+            branches = own.get(key)
+            pending += branches if isinstance(branches, list) else []
+    return types, referred
+
+
+READ_TYPES: Mapping[str, Any] = {"integer": int, "number": int | float, "object": dict, "array": list}
+
+
+def typed(text: str, types: Collection[str]) -> Any:
+    """Return the value of an argument that is written as text: text, unless it fits another type of the schema."""
+    # One line break belongs to the markup.
+    text = text.removeprefix("\n").removesuffix("\n")
+    bare = text.strip()
+    for name in types:
+        if name == "null" and bare in ("null", "None"):
+            return None
+        if name == "boolean" and bare.lower() in ("true", "false"):
+            return bare.lower() == "true"
+        if name in READ_TYPES:
+            value = _json_value(bare)
+            if isinstance(value, READ_TYPES[name]) and not isinstance(value, bool):
+                return value
+    return text
+
+
+def _json_value(text: str) -> Any:
+    try:
+        return decode(text)
+    except (DecodeError, UnicodeEncodeError, RecursionError):
+        return None

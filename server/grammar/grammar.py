@@ -12,17 +12,15 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 from msgspec import DecodeError, Meta, Struct, convert
 from msgspec.json import decode, encode
 
 from server.errors import InvalidRequest
-from server.grammar.field_values import ANY, BESIDE_PROPERTIES, FieldReader, FieldValue
-from server.text.answer_form import MAX_MARKER_CHARS, AnswerForm, CallSyntax
+from server.text.answer_form import CallSyntax
 
 # Bound on all schemas of one request, and on its tools. llguidance compiles larger ones, but each step would have to
 # carry them.
@@ -74,7 +72,7 @@ class ToolSchema:
 
 def any_object() -> Grammar:
     """Return the grammar of any JSON object."""
-    return _checked(f"start: {_json({'type': 'object'})}\n", "response_format")
+    return checked(f"start: {lark_json({'type': 'object'})}\n", "response_format")
 
 
 def matching_schema(
@@ -89,22 +87,22 @@ def matching_schema(
         InvalidRequest: the schema is too large or too deep, or bounds a number beyond 64 bits.
     """
     check_schema(schema, param)
-    return _checked(f"start: {_json(schema if is_strict else without_annotations(schema))}\n", param)
+    return checked(f"start: {lark_json(schema if is_strict else without_annotations(schema))}\n", param)
 
 
 def matching_regex(regex: str, param: str) -> Grammar:
     """Return the grammar of texts that a regular expression matches as a whole, in the syntax of Rust's regex."""
-    return _checked(f"start: /{_literal(regex)}/\n", param)
+    return checked(f"start: /{lark_regex(regex)}/\n", param)
 
 
-def _literal(regex: str) -> str:
-    """Return a regular expression as it stands between slashes."""
+def lark_regex(regex: str) -> str:
+    """Return a regular expression as it stands between slashes in Lark."""
     return REGEX_PART.sub(lambda part: IN_LITERAL.get(part[0], part[0]), regex)
 
 
 def one_of(choices: Sequence[str], param: str) -> Grammar:
     """Return the grammar of a choice of texts."""
-    return _checked(f"start: {' | '.join(map(_text, choices))}\n", param)
+    return checked(f"start: {' | '.join(map(lark_text, choices))}\n", param)
 
 
 def of_lark(text: str, param: str) -> Grammar:
@@ -115,7 +113,7 @@ def of_lark(text: str, param: str) -> Grammar:
     """
     if OPTIONS_DIRECTIVE in text:
         raise InvalidRequest(f"{param}: a grammar cannot set {OPTIONS_DIRECTIVE}: leave it out", param)
-    return _checked(text, param)
+    return checked(text, param)
 
 
 # Keywords that say nothing of a value, or nothing that validators must enforce.
@@ -152,7 +150,7 @@ def without_annotations(schema: Any) -> Any:
 def arguments_of(tool: ToolSchema) -> Grammar:
     """Return the grammar of the arguments of one call of `tool`; raises as `matching_schema`."""
     check_schema(tool.parameters, "tools")
-    return _checked(f"start: {_json(tool.parameters)}\n", "tools")
+    return checked(f"start: {lark_json(tool.parameters)}\n", "tools")
 
 
 def calls_of(tools: Sequence[ToolSchema], may_repeat: bool) -> Grammar:
@@ -170,11 +168,12 @@ def calls_of(tools: Sequence[ToolSchema], may_repeat: bool) -> Grammar:
     names = [f"call_{number}" for number in range(len(tools))]
     rules = [
         # Each schema is a document of its own, so that its `$ref` finds its own definitions.
-        f"{name}: {_text(CALL_BEGIN + json.dumps(tool.name) + CALL_MIDDLE)} {_json(tool.parameters)} {_text(CALL_END)}"
+        f"{name}: {lark_text(CALL_BEGIN + json.dumps(tool.name) + CALL_MIDDLE)} {lark_json(tool.parameters)} "
+        + lark_text(CALL_END)
         for name, tool in zip(names, tools, strict=True)
     ]
     lines = [f'start: "[" call{more} "]"', f"call: {' | '.join(names)}", *rules]
-    return _checked("\n".join(lines) + "\n", "tools")
+    return checked("\n".join(lines) + "\n", "tools")
 
 
 def check_schema(document: object, param: str) -> None:
@@ -202,7 +201,7 @@ def encoded(document: object, param: str) -> bytes:
         text = encode(document)
     except RecursionError:
         raise _too_deep(param) from None
-    _check_size(len(text), param)
+    check_size(len(text), param)
     return text
 
 
@@ -227,24 +226,28 @@ def _children(value: object) -> Iterable[object]:
     return value if isinstance(value, list) else ()
 
 
-def _json(schema: Mapping[str, Any]) -> str:
+def lark_json(schema: Mapping[str, Any]) -> str:
+    """Return compact JSON that matches a schema, in Lark."""
     own = {key: value for key, value in schema.items() if key != OPTIONS_KEY}
     return f"%json {json.dumps({OPTIONS_KEY: OPTIONS, **own})}"
 
 
-def _text(text: str) -> str:
+def lark_text(text: str) -> str:
+    """Return a text in Lark."""
     return json.dumps(text, ensure_ascii=False)
 
 
-def _check_size(num_bytes: int, param: str) -> None:
+def check_size(num_bytes: int, param: str) -> None:
+    """Refuse more than `MAX_BYTES` of schemas; InvalidRequest names `param`."""
     if num_bytes > MAX_BYTES:
         raise InvalidRequest(
             f"{param}: its schemas have {num_bytes} bytes, more than {MAX_BYTES}: make them shorter", param
         )
 
 
-def _checked(text: str, param: str) -> Grammar:
-    _check_size(len(text), param)
+def checked(text: str, param: str) -> Grammar:
+    """Return a grammar of a request's field; InvalidRequest names it if the grammar is too large."""
+    check_size(len(text), param)
     return Grammar(text, param)
 
 
@@ -387,8 +390,9 @@ GivenTools = Annotated[
     ),
 ]
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-# How calls stand in the output: in the variant's own form, in a JSON array, or as the arguments of one call alone.
-CallForm = Literal["free", "array", "arguments"]
+# How calls stand in the output: in the variant's own form, in a JSON array, as the arguments of one call alone, or as
+# one of harmony's messages, behind which nothing follows.
+CallForm = Literal["free", "array", "arguments", "message"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +405,7 @@ class Requested:
             call none.
         names: of the tools.
         form: how tool calls stand in the output.
-        called: the only tool that is called, with the form ``arguments``.
+        called: the only tool that is called, with the forms ``arguments`` and ``message``.
         is_single: a free answer has one call at most.
     """
 
@@ -445,9 +449,9 @@ def requested(
         name = tool_choice.function.name
         if name not in names:
             raise InvalidRequest(f"tool_choice: there is no tool {name}: name one of tools", "tool_choice")
-        grammar = arguments_of(_schema(tools[names.index(name)]))
+        grammar = arguments_of(arguments_schema(tools[names.index(name)]))
         return Requested(grammar, shown, known, "arguments", name)
-    grammar = calls_of([_schema(tool) for tool in tools], parallel_tool_calls is not False)
+    grammar = calls_of([arguments_schema(tool) for tool in tools], parallel_tool_calls is not False)
     return Requested(grammar, shown, known, "array")
 
 
@@ -457,7 +461,7 @@ def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {**tool, "function": function}
 
 
-def _schema(tool: Tool) -> ToolSchema:
+def arguments_schema(tool: Tool) -> ToolSchema:
     """Return the schema of a tool's arguments, which are an object whatever the client's schema leaves out."""
     name, given = tool.function.name, tool.function.parameters
     if given is None:
@@ -495,205 +499,3 @@ def _ill_typed(name: str, key: str, needed: str) -> InvalidRequest:
     return InvalidRequest(
         f"tools: {key} in the parameters of {name} must be {needed}: change or omit it", "tools"
     )
-
-
-# Special tokens that one form's markup may have.
-MAX_MARKUP_TOKENS = 64
-# White space that may follow reasoning and calls.
-SPACE = r"/[ \t\n]{1,4}/"
-
-
-def in_form(requested: Requested, form: AnswerForm) -> Requested:
-    """Return what a request asks for, with the grammar of answers as the prompt's template writes them.
-
-    Reasoning may come before what the grammar constrains. Where calls may be made instead, they match their schemas.
-
-    Raises:
-        InvalidRequest: a grammar of the template's calls cannot be made.
-    """
-    grammar = requested.grammar
-    if grammar is None:
-        return requested
-    markup = _markup_of(form)
-    if requested.tools and requested.form == "free":
-        grammar, tools = _or_calls(grammar, requested, form.calls or COMPACT_CALL, markup)
-        requested = replace(requested, tools=tools)
-    if form.reasoning is not None:
-        opening, closing = form.reasoning
-        begin = "" if form.is_reasoning else markup.lark(opening)
-        lines = [
-            f"start: thought{'' if form.is_reasoning else '?'} answer",
-            f"thought: {begin} thought_text {SPACE}?",
-            markup.text_up_to("thought_text", closing),
-            _nested("answer", grammar),
-        ]
-        grammar = _checked("\n".join(lines), grammar.param)
-    return replace(requested, grammar=grammar)
-
-
-@dataclass(frozen=True, slots=True)
-class _Markup:
-    """Writes a form's markup in llguidance's form of Lark, where special tokens are named by id.
-
-    Args:
-        ids: of the special tokens that are parts of the markup, by text.
-        pattern: finds them, in a group; None if there are none.
-    """
-
-    ids: Mapping[str, int]
-    pattern: re.Pattern[str] | None
-
-    def lark(self, text: str) -> str:
-        """Return markup as a sequence of texts and special tokens."""
-        if self.pattern is None:
-            return _text(text)
-        parts = self.pattern.split(text)
-        return " ".join(
-            f"<[{self.ids[part]}]>" if part in self.ids else _text(part) for part in parts if part
-        )
-
-    def text_up_to(self, rule: str, end: str) -> str:
-        """Return a rule for any text up to the first occurrence of a marker, which is a part of it."""
-        if end not in self.ids:
-            return f"{rule}[suffix={_text(end)}]: /{ANY}/"
-        # A special token's text can be written with other tokens, too, and parsers end at either.
-        return f"{rule}: {rule.upper()} <[{self.ids[end]}]>\n{rule.upper()}: /{ANY}/ & {_without(end)}"
-
-    def value_up_to(self, rule: str, value: FieldValue, end: str) -> list[str]:
-        """Return rules for the text of a value and a marker, with the line breaks that parsers take off."""
-        # One terminal, as llguidance does not go back where a marker begins like the text before it.
-        whole, text = f"{rule.upper()}_WHOLE", f"{rule.upper()}_TEXT"
-        # Parsers would read others as another text.
-        listed = [_text(each) for each in value.choices or () if end not in each and each == each.strip("\n")]
-        if not listed and not value.regexes:
-            raise InvalidRequest("tools: an enum has no value without markup of this model's calls", "tools")
-        lacking = [_without(end), r"~/\n(.|\n)*/", r"~/(.|\n)*\n/"]
-        rules = []
-        if value.regexes:
-            rules.append(f"{text}: {' & '.join([f'/{_literal(each)}/' for each in value.regexes] + lacking)}")
-            listed.append(text)
-        last = f"<[{self.ids[end]}]>" if end in self.ids else ""
-        own = f'"\\n"? ({" | ".join(listed)}) "\\n"?'
-        return [*rules, f"{whole}: {own if last else f'{own} {_text(end)}'}", f"{rule}: {whole} {last}"]
-
-
-def _markup_of(form: AnswerForm) -> _Markup:
-    """Return the markup of a form, whose special tokens may be many more than those in its markup."""
-    text = "\n".join((*(form.reasoning or ()), *(form.calls.texts() if form.calls else ())))
-    found = ((token, id_) for id_, token in form.special.items() if 0 < len(token) <= MAX_MARKER_CHARS)
-    ids = dict(islice(((token, id_) for token, id_ in found if token in text), MAX_MARKUP_TOKENS))
-    longest_first = sorted(ids, key=len, reverse=True)
-    return _Markup(ids, re.compile(f"({'|'.join(map(re.escape, longest_first))})") if ids else None)
-
-
-def _without(text: str) -> str:
-    """Return the terminal of texts that lack a text."""
-    return f"~/{ANY}{_literal(re.escape(text))}{ANY}/"
-
-
-def _or_calls(
-    grammar: Grammar, requested: Requested, syntax: CallSyntax, markup: _Markup
-) -> tuple[Grammar, bytes]:
-    """Return the grammar of an answer that matches one, or that consists of calls; and the tools with all types."""
-    if (syntax.tag and not syntax.middle) or syntax.kind == "channels":
-        raise InvalidRequest(
-            f"{grammar.param} with tools that may be called is not supported by this model's chat template: set "
-            "tool_choice to none or required",
-            grammar.param,
-        )
-    tools = decode(requested.tools)
-    schemas = [_schema(tool) for tool in convert(tools, list[Tool])]
-    names = [f"call_{number}" for number in range(len(schemas))]
-    rules, reader = list[str](), FieldReader()
-    for name, schema, tool in zip(names, schemas, tools, strict=True):
-        begin = markup.lark(syntax.begin.lstrip() + schema.name + syntax.middle.rstrip("\n"))
-        arguments, end = _json(schema.parameters), markup.lark(syntax.end.strip())
-        if syntax.kind == "fields":
-            values = _values(schema, reader, grammar.param)
-            arguments, own_rules = _fields(name, schema, values, syntax, markup)
-            rules += own_rules
-            for key, value in values.items():
-                if value.types:
-                    tool["function"]["parameters"]["properties"][key]["type"] = value.types
-        elif not syntax.tag:
-            # In the tokens that llguidance makes of schemas: it does not go back where one is the beginning of another.
-            parts = (
-                "{",
-                _quoted(syntax.name_key),
-                ":",
-                _quoted(schema.name),
-                ",",
-                _quoted(syntax.arguments_key),
-                ":",
-            )
-            begin, end = " ".join(map(_text, parts)), _text("}")
-        rules.append(f"{name}: {begin} {arguments} {end}")
-    # Only a tag tells where the next one begins.
-    more = f" ({SPACE}? call){{0,{MAX_CALLS - 1}}}" if syntax.tag and not requested.is_single else ""
-    lines = [
-        f"start: answer | call{more}",
-        f"call: {' | '.join(names)}",
-        *rules,
-        _nested("answer", grammar),
-    ]
-    return _checked("\n".join(lines), grammar.param), encode(tools)
-
-
-def _values(schema: ToolSchema, reader: FieldReader, param: str) -> dict[str, FieldValue]:
-    """Return how arguments that are written one by one are, by key."""
-    hint = f"change {schema.name}, or set tool_choice to none or required"
-    properties, required = schema.parameters.get("properties", {}), schema.parameters.get("required", ())
-    if (
-        BESIDE_PROPERTIES & schema.parameters.keys()
-        or not all(isinstance(each, dict) for each in properties.values())
-        or not properties.keys() >= {*required}
-    ):
-        raise InvalidRequest(
-            f"{param} with tools that may be called needs parameters that are plain properties: {hint}", param
-        )
-    values = {key: reader.value(own, schema.parameters) for key, own in properties.items()}
-    for key, value in values.items():
-        if value is None:
-            raise InvalidRequest(
-                f"{param} with tools that may be called: {key} of {schema.name} may be a string, which this model "
-                f"writes without quotes, and cannot be held to its schema: {hint}",
-                param,
-            )
-    return {key: value for key, value in values.items() if value is not None}
-
-
-def _fields(
-    name: str, schema: ToolSchema, values: Mapping[str, FieldValue], syntax: CallSyntax, markup: _Markup
-) -> tuple[str, list[str]]:
-    """Return the grammar of arguments that are written one by one, in the schema's order, and its rules."""
-    field, key_end, value_end = syntax.field
-    end = value_end.strip()
-    shared = {key: schema.parameters[key] for key in ("$defs", "definitions") if key in schema.parameters}
-    required = schema.parameters.get("required", ())
-    terms, rules, size = list[str](), list[str](), 0
-    for number, (key, value) in enumerate(values.items()):
-        rule = f"{name}_{number}"
-        text, num_before = f"{rule}_value", len(rules)
-        if value.is_json:
-            own = schema.parameters["properties"][key]
-            rules.append(f"{text}: {SPACE}? {_json({**shared, **own})} {SPACE}? {markup.lark(end)}")
-        elif value.choices or value.regexes:
-            rules += markup.value_up_to(text, value, end)
-        else:
-            rules.append(markup.text_up_to(text, end))
-        begin = markup.lark(field + key + key_end.rstrip("\n"))
-        rules.append(f"{rule}: {begin} {text} {SPACE}?")
-        terms.append(rule if key in required else f"{rule}?")
-        # References repeat what they name.
-        size += sum(map(len, rules[num_before:]))
-        _check_size(size, "tools")
-    return f"{SPACE}? {' '.join(terms)}", rules
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
-
-
-def _nested(rule: str, grammar: Grammar) -> str:
-    """Return a rule for texts of a grammar, whose rules keep their names."""
-    return f"{rule}: %lark {{\n{grammar.text}}}\n"

@@ -33,17 +33,19 @@ CALL_ID = "call12345"  # as Mistral's templates take them
 USER: Message = {"role": "user", "content": "1"}
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 PYTHON_TAG = "<|python_tag|>"
-# Harmony's, of which the first begins a header.
-CHANNEL_MARKERS = (
+# Harmony's.
+CHANNEL, START, MESSAGE, END, CONSTRAIN = (
     "<|channel|>",
     "<|start|>",
     "<|message|>",
     "<|end|>",
-    "<|call|>",
-    "<|return|>",
     "<|constrain|>",
 )
+MESSAGE_ENDS = (START, END, "<|call|>", "<|return|>")
+CHANNEL_MARKERS = (CHANNEL, MESSAGE, CONSTRAIN, *MESSAGE_ENDS)
+ANALYSIS = "analysis"
 CALL_ID_FIELD = re.compile(rf',\s*"\w+":\s*"{CALL_ID}"|"\w+":\s*"{CALL_ID}",\s*')
+SECTION_OPENING, SECTION_CLOSING = re.compile(r"[<\[].*\Z", re.DOTALL), re.compile(r".*[>\]]", re.DOTALL)
 OPENING, CLOSING = re.compile(r"[<\[][^\s<\[]*\s*\Z"), re.compile(r"\s*([<\[][^\s>\]]*[>\]])")
 
 
@@ -60,6 +62,11 @@ class CallSyntax(Struct, frozen=True):
         field: with ``fields``, texts before a key, between key and value, and behind a value.
         name_key, arguments_key: with ``json``, of the object.
         more_tags: other markers that the JSON of calls may follow.
+        id_end: with ``named``, text between the call's id, which stands behind `middle`, and the arguments; empty if
+            there is no id.
+        again: with ``named`` and ``fields``, text before the name of a further call where one section has several;
+            empty where each has the tag.
+        section_end: text behind such a section.
     """
 
     kind: Literal["json", "named", "fields", "channels"]
@@ -71,6 +78,9 @@ class CallSyntax(Struct, frozen=True):
     name_key: str = "name"
     arguments_key: str = "arguments"
     more_tags: tuple[str, ...] = ()
+    id_end: str = ""
+    again: str = ""
+    section_end: str = ""
 
     @property
     def closing(self) -> str:
@@ -79,7 +89,8 @@ class CallSyntax(Struct, frozen=True):
 
     def texts(self) -> tuple[str, ...]:
         """Return all text that special tokens may be parts of."""
-        return self.begin, self.middle, self.end, *self.field, *self.more_tags
+        own = (self.begin, self.middle, self.id_end, self.end, self.again, self.section_end)
+        return *own, *self.field, *self.more_tags
 
 
 class AnswerForm(Struct, frozen=True):
@@ -91,6 +102,7 @@ class AnswerForm(Struct, frozen=True):
         calls: None if the template does not show calls.
         special: special tokens that are parts of the markup, by id; the text of an answer lacks them.
         response_prefix: the prompt's part of the answer, for the tokenizer's response template; None without one.
+        is_content: the prompt ends inside the content of one of harmony's messages.
     """
 
     reasoning: tuple[str, str] | None = None
@@ -98,12 +110,17 @@ class AnswerForm(Struct, frozen=True):
     calls: CallSyntax | None = None
     special: dict[int, str] = {}
     response_prefix: str | None = None
+    is_content: bool = False
 
     @property
     def has_parts(self) -> bool:
         """An answer without tools may have parts beside its content."""
-        has_channels = self.calls is not None and self.calls.kind == "channels"
-        return self.reasoning is not None or self.response_prefix is not None or has_channels
+        return self.reasoning is not None or self.response_prefix is not None or self.has_channels
+
+    @property
+    def has_channels(self) -> bool:
+        """Answers are harmony's messages."""
+        return self.calls is not None and self.calls.kind == "channels"
 
     def with_special(self, tokens: Mapping[int, str]) -> AnswerForm:
         """Return the form with those of a tokenizer's special tokens that belong to its markup."""
@@ -138,7 +155,11 @@ def render_prompt(
     """Render a conversation; raises as `render`."""
     text = render(template, conversation, variables)
     form = _form_of(template, tuple(sorted(variables.items())))
-    form = replace(form, is_reasoning=_ends_in_reasoning(form, conversation, text))
+    if form.has_channels:
+        is_open, is_thought = _open_message(text)
+        form = replace(form, is_reasoning=is_open and is_thought, is_content=is_open and not is_thought)
+    else:
+        form = replace(form, is_reasoning=_ends_in_reasoning(form, conversation, text))
     if response_template is not None:
         form = replace(form, response_prefix=_response_prefix(response_template, text))
     return RenderedPrompt(text, form)
@@ -155,6 +176,17 @@ def _ends_in_reasoning(form: AnswerForm, conversation: Conversation, prompt: str
         content = conversation.messages[-1].get("content")
         return isinstance(content, str) and content.rfind(opening) > content.rfind(closing)
     return prompt.rstrip().endswith(opening)
+
+
+def _open_message(prompt: str) -> tuple[bool, bool]:
+    """Return whether a prompt ends inside one of harmony's messages, and whether its last message is a thought."""
+    header, message, body = prompt.rpartition(START)[2].partition(MESSAGE)
+    return bool(message) and not any(end in body for end in MESSAGE_ENDS), is_analysis(header)
+
+
+def is_analysis(header: str) -> bool:
+    """Return whether the header of one of harmony's messages is that of a thought."""
+    return header.partition(CHANNEL)[2].split()[:1] == [ANALYSIS]
 
 
 def _response_prefix(response_template: Mapping[str, Any], prompt: str) -> str:
@@ -191,9 +223,16 @@ def _form_of(template: str, variables: tuple[tuple[str, Any], ...]) -> AnswerFor
             break
     else:
         return AnswerForm(reasoning)
-    own = calling[begin:]
-    own = own.rpartition(TEXT)[2] if TEXT in own else own.removeprefix(head).removeprefix(head.rstrip())
-    calls = _syntax_of(own.removesuffix(tail), template)
+
+    def behind_content(text: str) -> str:
+        own = text[begin:]
+        own = own.rpartition(TEXT)[2] if TEXT in own else own.removeprefix(head).removeprefix(head.rstrip())
+        return own.removesuffix(tail)
+
+    calls = _syntax_of(behind_content(calling), template)
+    if calls is not None and calls.kind in ("named", "fields"):
+        both = turn(content=content, tool_calls=[_probe_call(), _probe_call()])
+        calls = _in_section(calls, behind_content(both or ""))
     if calls is not None and any(
         len(word) > MAX_MARKER_CHARS for text in calls.texts() for word in text.split()
     ):
@@ -238,7 +277,7 @@ def _syntax_of(own: str, template: str) -> CallSyntax | None:
     """
     if len(own) > MAX_CALL_CHARS:
         return None
-    if f"functions.{NAME}" in own and CHANNEL_MARKERS[0] in own:
+    if f"functions.{NAME}" in own and CHANNEL in own:
         return CallSyntax("channels", more_tags=CHANNEL_MARKERS)
     begin, _, behind = own.partition(NAME)
     object_at = own.find("{")
@@ -251,10 +290,10 @@ def _syntax_of(own: str, template: str) -> CallSyntax | None:
     brace = behind.find("{")
     if 0 <= brace < at[0]:
         found = _decoded(behind, brace)
-        middle = behind[:brace].partition(CALL_ID)[0]
-        return (
-            None if found is None else CallSyntax("named", begin.strip(), begin, middle, behind[found[1] :])
-        )
+        if found is None:
+            return None
+        middle, _, id_end = behind[:brace].partition(CALL_ID)
+        return CallSyntax("named", begin.strip(), begin, middle, behind[found[1] :], id_end=id_end)
     gaps = [
         behind[len(part) + start : end] for part, start, end in zip(parts, at, (*at[1:], None), strict=True)
     ]
@@ -268,6 +307,36 @@ def _syntax_of(own: str, template: str) -> CallSyntax | None:
         return None
     syntax = CallSyntax("fields", begin.strip(), begin, middle, end, (key, behind_key, value_end))
     return syntax if syntax.closing else None
+
+
+def _in_section(syntax: CallSyntax, both: str) -> CallSyntax:
+    """Return the syntax with the texts between two calls, if they stand in one section.
+
+    Args:
+        both: two of the probe's calls as the template writes them.
+    """
+    first, name, _ = both.partition(NAME)[2].partition(NAME)
+    between = first.rpartition(VALUES[1])[2]
+    # The end of the arguments in JSON belongs to none of the texts.
+    between = (
+        between[between.find("}") + 1 :] if syntax.kind == "named" else between.removeprefix(syntax.field[2])
+    )
+    if not name or between.strip().endswith(syntax.begin.strip()):
+        return syntax
+    shared = _shared(syntax.begin[::-1], between[::-1])[::-1]
+    opening = SECTION_OPENING.search(shared)
+    closing = SECTION_CLOSING.match(_shared(syntax.end, between))
+    if opening is None or closing is None:
+        return syntax
+    section_end = syntax.end.removeprefix(closing[0])
+    return replace(syntax, end=closing[0], again=opening[0], section_end=section_end)
+
+
+def _shared(text: str, other: str) -> str:
+    """Return the beginning that two texts share."""
+    pairs = enumerate(zip(text, other, strict=False))
+    size = next((size for size, (one, two) in pairs if one != two), min(len(text), len(other)))
+    return text[:size]
 
 
 def _json_syntax(own: str, start: int, has_python_tag: bool) -> CallSyntax | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -102,15 +103,33 @@ def render(template: str, conversation: Conversation, variables: Mapping[str, An
     def rendered() -> str:
         try:
             return _rendered(template, messages, conversation, given)
-        except InvalidRequest:
-            # Some templates read the content of every message, which one with calls lacks.
-            if all("content" in message for message in messages):
-                raise
-            filled = [{"content": "", **message} for message in messages]
-            return _rendered(template, filled, conversation, given)
+        except InvalidRequest as error:
+            refused = error
+        # Some templates read the content of every message, which one with calls lacks, or join arguments to text.
+        filled = [{"content": "", **message} for message in messages]
+        others = (filled, list(map(_with_text_arguments, messages)), list(map(_with_text_arguments, filled)))
+        for number, other in enumerate(others):
+            if other != messages and other not in others[:number]:
+                with suppress(InvalidRequest):
+                    return _rendered(template, other, conversation, given)
+        raise refused
 
     _write_texts(messages, "arguments" in facts.words, rendered)
     return rendered()
+
+
+def _with_text_arguments(message: Message) -> Message:
+    """Return a message whose calls have their arguments as JSON text."""
+    if "tool_calls" not in message:
+        return message
+
+    def as_text(call: Message) -> Message:
+        function = call["function"]
+        arguments = function["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**function, "arguments": text}}
+
+    return {**message, "tool_calls": list(map(as_text, message["tool_calls"]))}
 
 
 def _rendered(

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from client import waiting
-from client.chat import Answer, ReceivedUsage, stream
-from client.http import ServerAddress
+from client.chat import Answer, ReceivedChunk, ReceivedUsage, stream
+from client.http import ServerAddress, parsed
 from client.waiting import ServerWait
 from peraxis.cli import run
 from tests.client.helpers.scripted_server import (
@@ -283,6 +283,45 @@ def test_an_answer_cannot_command_the_terminal() -> None:
         session = on_terminal("chat", "a", "--once", "Hi", "--url", server.url)
     assert "]0;ownedHel[2Jlo." in session.screen
     assert "\x1b]0;" not in session.screen
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"reasoning_content": text}, "finish_reason": None}]}
+
+
+def test_on_a_terminal_thoughts_are_dimmed_above_the_answer() -> None:
+    with scripted_server(
+        events(thought("So\x1b[2J "), thought("it is. "), piece("Yes"), piece("."))
+    ) as server:
+        session = on_terminal("chat", "a", "--once", "Hi", "--url", server.url)
+    assert session.code == 0
+    assert "\x1b[2mSo[2J \x1b[0m\x1b[2mit is. \x1b[0m\r\n\r\nYes.\r\n" in session.screen
+
+
+def test_an_answer_of_thoughts_alone_ends_its_line_on_a_terminal() -> None:
+    with scripted_server(events(thought("So"))) as server:
+        session = on_terminal("chat", "a", "--once", "Hi", "--url", server.url)
+    assert "\x1b[2mSo\x1b[0m\r\n[" in session.screen
+
+
+def test_elsewhere_the_answer_is_printed_without_its_thoughts(capsys: Output) -> None:
+    reaction = events(thought("So"), piece("Yes."))
+    with scripted_server(reaction, reaction, reaction) as server:
+        assert run(["chat", "a", "--once", "Hi", "--url", server.url]) == 0
+        assert capsys.readouterr().out == "Yes.\n"
+        assert run(["chat", "a", "--once", "Hi", "--url", server.url, "--json"]) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    assert (answer["text"], answer["reasoning"]) == ("Yes.", "So")
+
+
+def test_thoughts_count_in_the_speed_as_their_tokens_do() -> None:
+    received = Answer("a")
+    for chunk in (thought("So"), thought(" it"), piece("Yes")):
+        received.add(parsed(json.dumps(chunk).encode(), ReceivedChunk))
+    assert received.num_pieces == 3
+    assert received.first_at is not None
+    assert received.last_at is not None
+    assert received.first_at < received.last_at
 
 
 def test_on_a_terminal_two_answers_stand_side_by_side() -> None:

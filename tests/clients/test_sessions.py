@@ -42,6 +42,11 @@ def test_a_stock_client_has_its_session(client: Client, server: LiveServer) -> N
     assert isinstance(got["tools"]["text"], str)
     assert got["schema"]["city"] in ("Sofia", "Varna")
     assert isinstance(got["schema"]["rain"], bool)
+    assert ("beside" in got) == client.calls_beside_schema
+    if client.calls_beside_schema:
+        ((name, arguments),) = got["beside"]["calls"]
+        assert (name, json.loads(arguments)) == ("weather", {"city": "Sofia"})
+        assert got["beside"]["answer"]["city"] in ("Sofia", "Varna")
     assert tuple(got["too-long"]) == client.too_long
     assert got["cancel"] is True
     assert eventually(lambda: num_cancelled(server) == cancelled + 1)

@@ -28,6 +28,7 @@ class Client:
     too_long: tuple[str, str | None]  # the class, or without one the reply's status; and the code
     environment: str | None = None
     tools: tuple[str, ...] = ()  # programs of Debian's packages
+    calls_beside_schema: bool = False  # its session has that step, too
 
     def command(self, url: str) -> list[str]:
         """Return the program's command, whose environment is made."""
@@ -49,11 +50,15 @@ CLIENTS = [
     Client("fetch", "use_fetch.mjs", ("400", CODE), tools=("node",)),
     Client("instructor", "use_instructor.py", ("InstructorRetryException", CODE), "instructor"),
     Client("jdk", "UseHttpClient.java", ("400", CODE), tools=("java",)),
-    Client("langchain", "use_langchain.py", ("ContextOverflowError", CODE), "python"),
+    Client(
+        "langchain", "use_langchain.py", ("ContextOverflowError", CODE), "python", calls_beside_schema=True
+    ),
     Client("litellm", "use_litellm.py", ("ContextWindowExceededError", None), "python"),
-    Client("openai-agents", "use_openai_agents.py", ("BadRequestError", CODE), "python"),
+    Client(
+        "openai-agents", "use_openai_agents.py", ("BadRequestError", CODE), "python", calls_beside_schema=True
+    ),
     Client("openai-node", "use_openai.cjs", ("BadRequestError", CODE), "node", ("node", "npm")),
-    Client("openai-python", "use_openai.py", ("BadRequestError", CODE), "python"),
+    Client("openai-python", "use_openai.py", ("BadRequestError", CODE), "python", calls_beside_schema=True),
 ]
 
 

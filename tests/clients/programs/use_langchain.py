@@ -12,7 +12,9 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from tests.clients.programs.session import (
+    ANSWERING,
     BASE_URL,
+    CALLING,
     KEY,
     LONG_ANSWER,
     MESSAGES,
@@ -42,6 +44,7 @@ def main() -> None:
     report("stream", "".join(chunk.content for chunk in chat.stream(MESSAGES)))
     report("tools", call_tools(chat))
     report("schema", chat.with_structured_output(Forecast).invoke(MESSAGES).model_dump())
+    report("beside", call_beside_schema(chat))
     try:
         chat.invoke(TOO_LONG)
     except ContextOverflowError as error:
@@ -66,6 +69,19 @@ def call_tools(chat: ChatOpenAI) -> dict[str, Any]:
             messages.append(ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"]))
     end = chat.bind_tools([weather], tool_choice="auto").invoke(messages)
     return {"calls": calls, "text": end.content}
+
+
+def call_beside_schema(chat: ChatOpenAI) -> dict[str, Any]:
+    messages: list[BaseMessage] = [HumanMessage(MESSAGES[0]["content"])]
+    calls = []
+    for bias in (CALLING, ANSWERING):
+        both = chat.bind_tools([weather], strict=True, response_format=Forecast, logit_bias=bias)
+        message = both.invoke(messages)
+        messages.append(message)
+        for call in message.tool_calls:
+            calls.append([call["name"], json.dumps(call["args"])])
+            messages.append(ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"]))
+    return {"calls": calls, "answer": Forecast.model_validate_json(message.text).model_dump()}
 
 
 if __name__ == "__main__":

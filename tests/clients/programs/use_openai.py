@@ -8,7 +8,9 @@ import openai
 from pydantic import BaseModel
 
 from tests.clients.programs.session import (
+    ANSWERING,
     BASE_URL,
+    CALLING,
     KEY,
     LONG_ANSWER,
     MESSAGES,
@@ -24,6 +26,12 @@ from tests.clients.programs.session import (
 class Forecast(BaseModel):
     city: Literal["Sofia", "Varna"]
     rain: bool
+
+
+class Weather(BaseModel):
+    """Tell the weather of a city."""
+
+    city: Literal["Sofia"]
 
 
 def main() -> None:
@@ -47,6 +55,7 @@ def main() -> None:
         )
         forecast = parsed.choices[0].message.parsed
         report("schema", None if forecast is None else forecast.model_dump())
+        report("beside", call_beside_schema(client))
         try:
             client.chat.completions.create(model=MODEL, messages=TOO_LONG)
         except openai.APIStatusError as error:
@@ -81,6 +90,28 @@ def call_tools(client: openai.OpenAI) -> dict[str, Any]:
         model=MODEL, messages=messages, tools=[TOOL], tool_choice="auto", **SAMPLING
     )
     return {"calls": calls, "text": end.choices[0].message.content}
+
+
+def call_beside_schema(client: openai.OpenAI) -> dict[str, Any]:
+    messages = list(MESSAGES)
+    calls: list[list[str]] = []
+    answer = None
+    for bias in (CALLING, ANSWERING):
+        reply = client.chat.completions.parse(
+            model=MODEL,
+            messages=messages,
+            tools=[openai.pydantic_function_tool(Weather, name="weather")],
+            response_format=Forecast,
+            logit_bias=bias,
+            **SAMPLING,
+        )
+        message = reply.choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or ():
+            calls.append([call.function.name, call.function.arguments])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": TOOL_ANSWER})
+        answer = message.parsed
+    return {"calls": calls, "answer": None if answer is None else answer.model_dump()}
 
 
 if __name__ == "__main__":

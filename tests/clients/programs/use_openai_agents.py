@@ -19,7 +19,9 @@ from openai.types.responses import ResponseTextDeltaEvent
 from pydantic import BaseModel
 
 from tests.clients.programs.session import (
+    ANSWERING,
     BASE_URL,
+    CALLING,
     KEY,
     LONG_ANSWER,
     MESSAGES,
@@ -55,6 +57,7 @@ async def main() -> None:
             name="forecaster", model=model, output_type=Forecast, model_settings=ModelSettings(**SAMPLING)
         )
         report("schema", (await Runner.run(forecaster, MESSAGES)).final_output.model_dump())
+        report("beside", await call_beside_schema(model))
         try:
             await Runner.run(plain, TOO_LONG)
         except openai.APIStatusError as error:
@@ -92,6 +95,26 @@ async def call_tools(model: OpenAIChatCompletionsModel) -> dict[str, Any]:
     free = Agent(name="free", model=model, tools=[weather], model_settings=ModelSettings(**SAMPLING))
     end = await Runner.run(free, messages)
     return {"calls": [[call.name, call.arguments] for call in calls], "text": end.final_output}
+
+
+async def call_beside_schema(model: OpenAIChatCompletionsModel) -> dict[str, Any]:
+    """Run an agent with a tool and an output type up to its call, and once more up to its answer."""
+    messages: list[Any] = MESSAGES
+    calls: list[Any] = []
+    answer: Any = None
+    for bias in (CALLING, ANSWERING):
+        agent = Agent(
+            name="both",
+            model=model,
+            tools=[weather],
+            output_type=Forecast,
+            model_settings=ModelSettings(extra_args={"logit_bias": bias}, **SAMPLING),
+            tool_use_behavior="stop_on_first_tool",
+        )
+        result = await Runner.run(agent, messages)
+        calls += [item.raw_item for item in result.new_items if isinstance(item, ToolCallItem)]
+        messages, answer = result.to_input_list(), result.final_output
+    return {"calls": [[call.name, call.arguments] for call in calls], "answer": answer.model_dump()}
 
 
 async def leave(model: OpenAIChatCompletionsModel) -> bool:

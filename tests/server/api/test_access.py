@@ -270,3 +270,33 @@ def test_pages_of_allowed_origins_alone_send_keys_and_read_replies(
 
     key = make_key(tmp_path)
     exercise(tmp_path, talk, allowed_origin=allowed)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PATCH"])
+def test_a_page_may_send_any_method_that_is_answered(method: str, tmp_path: Path) -> None:
+    async def talk(app: HttpApp) -> None:
+        headers = {"Origin": PAGE, **PREFLIGHT, "Access-Control-Request-Method": method}
+        asked = await app.client.options("/v1/models", headers=headers)
+        assert asked.status_code == 200
+        assert method in asked.headers["access-control-allow-methods"].split(", ")
+
+    exercise(tmp_path, talk, allowed_origin=(PAGE,))
+
+
+def test_a_page_of_an_allowed_origin_alone_reads_that_the_server_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def talk(app: HttpApp) -> None:
+        def broken(tenant: str) -> None:
+            raise RuntimeError
+
+        monkeypatch.setattr(app.service.registry, "names", broken)
+        for origin, allowed in ((PAGE, PAGE), ("https://evil.example", None)):
+            headers = {"Origin": origin, "Authorization": f"Bearer {key}"}
+            reply = await app.client.get("/variants", headers=headers)
+            assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
+            assert reply.headers.get("access-control-allow-origin") == allowed
+            assert "X-Request-Id" in reply.headers
+
+    key = make_key(tmp_path)
+    exercise(tmp_path, talk, allowed_origin=(PAGE,))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_parsing import parse_response
 
 from deltastore.registry.records import VersionRecord
 from server.api.outputs import AnswerOutputs, RequestEvents, SequenceEnd, TextToken
+from server.errors import QueueFull
 from server.fairness import FairBudget
 from server.grammar.answer_parser import CallDelta, ToolCall, joined
 from server.grammar.grammar import Requested
@@ -33,10 +35,11 @@ from tests.server.helpers.answer_templates import (
     USER,
     call,
     parsed,
+    tokenizer_of,
     written,
 )
 from tests.server.helpers.texts import RESPONSE_TEMPLATE, Texts, files_of, make_texts
-from tests.server.helpers.tokenizer_kinds import byte_level, llama
+from tests.server.helpers.tokenizer_kinds import byte_level, llama, mistral
 
 EOS = 257
 RESPONSE = '<think>Sum.</think>Here <b>: <call>{"name": "add", "arguments": {"a": 1}}</call>'
@@ -46,9 +49,10 @@ DONE = DoneEvent(Timings(0.0, 0.0, False, 0.0, 0.0))
 class GivenEvents(RequestEvents):
     """Events that come one by one, or all at once."""
 
-    def __init__(self, events: list[Event], at_once: bool = False) -> None:
+    def __init__(self, events: list[Event], at_once: bool = False, num_bytes: int = 1 << 20) -> None:
         metrics = LocalMetrics(EngineClient("test")).frontend
-        super().__init__(EngineClient("test"), metrics, "request", "default", FairBudget(1 << 20, "bytes"))
+        self.unsent = FairBudget(num_bytes, "bytes")
+        super().__init__(EngineClient("test"), metrics, "request", "default", self.unsent)
         own = [(0, event) for event in events]
         self._given: Iterator[list[tuple[int, Event]]] = iter([own] if at_once else [[each] for each in own])
         self.stopped: list[tuple[int, int]] = []
@@ -80,10 +84,15 @@ async def outputs_of(
     requested: Requested = REQUESTED,
     stop: tuple[str, ...] = (),
     at_once: bool = False,
+    end: int = EOS,
 ) -> list[TextToken | SequenceEnd]:
-    """Return the outputs of one sequence."""
+    """Return the outputs of one sequence.
+
+    Args:
+        end: the token that ends answers.
+    """
     text, chat = prompt
-    params = SamplingParams(stop_token_ids=frozenset([EOS]), stop=stop)
+    params = SamplingParams(stop_token_ids=frozenset([end]), stop=stop)
     request = Request("r", "default", None, None, token_ids_of(chat.ids), 100_000, params)
     events = GivenEvents(events_of(ids, reason), at_once)
     outputs = AnswerOutputs(events, [request], text, chat.form, requested, as_it_comes=not at_once)
@@ -94,6 +103,24 @@ async def outputs_of(
     return found
 
 
+async def held_by(
+    prompt: tuple[VariantText, RenderedChat],
+    ids: list[int],
+    num_bytes: int = 1 << 20,
+    as_it_comes: bool = True,
+) -> list[int]:
+    """Return the bytes that the budget counts after each output of one sequence, and after the call."""
+    text, chat = prompt
+    request = Request("r", "default", None, None, token_ids_of(chat.ids), 100_000, SamplingParams())
+    events = GivenEvents(events_of(ids, "length"), num_bytes=num_bytes)
+    outputs = AnswerOutputs(events, [request], text, chat.form, REQUESTED, as_it_comes)
+    found = []
+    while await outputs.take():
+        found.append(events.unsent.held("default"))
+    events.cancel()
+    return [*found, events.unsent.held("default")]
+
+
 def parts_of(outputs: list[TextToken | SequenceEnd]) -> tuple[str, str, tuple[ToolCall, ...]]:
     calls = joined(delta for output in outputs for delta in output.calls)
     text = "".join(output.text for output in outputs)
@@ -102,17 +129,20 @@ def parts_of(outputs: list[TextToken | SequenceEnd]) -> tuple[str, str, tuple[To
 
 def loaded(kind: str, name: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer of a kind whose special tokens are those of models with the template."""
-    backend = {"byte level": byte_level, "llama": llama, "tiny": None}[kind]
-    special = SPECIAL.get(name, ())
-    if backend is None:
-        tokenizer = make_tokenizer()
-        tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
-    else:
-        own = backend()
-        own.add_special_tokens([AddedToken(token, special=True) for token in special])
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, additional_special_tokens=list(special))
+    makers = {"byte level": byte_level, "llama": llama, "mistral": mistral}
+    if kind in makers:
+        return tokenizer_of(name, makers[kind]())
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL.get(name, ()))})
     tokenizer.chat_template = TEMPLATES[name]
     return tokenizer
+
+
+def decoded(tokenizer: PreTrainedTokenizerFast, prompt: list[int], ids: list[int]) -> str:
+    """Return what transformers' `decode` adds for an answer, with special tokens."""
+    before, whole = (str(tokenizer.decode(each)) for each in (prompt, prompt + ids))
+    assert whole.startswith(before)
+    return whole[len(before) :]
 
 
 MESSAGES: dict[str, dict[str, Any]] = {
@@ -125,8 +155,13 @@ MESSAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["byte level", "llama"])
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *itertools.product(("byte level", "llama"), sorted(TEMPLATES)),
+        *itertools.product(("mistral",), ("list", "spaced", "named", "identified")),
+    ],
+)
 def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_cut(
     kind: str, name: str, tmp_path: Path
 ) -> None:
@@ -136,18 +171,17 @@ def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_c
         tokenizer = loaded(kind, name)
         answer = written(name, MESSAGES[name])
         ids = tokenizer.encode(answer, add_special_tokens=False)
-        prompt = await prompted(service)
+        prompt, end = await prompted(service), tokenizer.eos_token_id
         for cut in range(len(ids) + 1):
-            streamed = await outputs_of(prompt, ids[:cut], "length")
-            whole = await outputs_of(prompt, ids[:cut], "length", at_once=True)
+            streamed = await outputs_of(prompt, ids[:cut], "length", end=end)
+            whole = await outputs_of(prompt, ids[:cut], "length", at_once=True, end=end)
             assert parts_of(streamed) == parts_of(whole)
-        if kind == "llama":
-            # Its decoder adds and takes away spaces beside special tokens.
-            return
-        expected = parsed(prompt[1].form, [answer])
+        expected = parsed(prompt[1].form, [decoded(tokenizer, prompt[1].ids, ids)])
         text, reasoning, calls = parts_of(streamed)
         assert calls == joined(expected.calls)
-        assert calls
+        assert [json.loads(each.arguments) for each in calls] == [{"number": 3}] * len(
+            MESSAGES[name]["tool_calls"]
+        )
         assert text.strip() == expected.content.strip()
         assert reasoning == expected.reasoning
 
@@ -264,6 +298,47 @@ def test_by_a_response_template_a_stream_has_the_parts_of_the_whole(
     assert parts_of(streamed) == parts_of(whole)
 
 
+NAMED_CALLS: dict[str, Any] = {
+    "start_anchor": "[/INST]",
+    "fields": {
+        "reasoning_content": {"open": "[THINK]", "close": "[/THINK]"},
+        "tool_calls": {
+            "open_pattern": r"\[TOOL_CALLS\](?P<name>[a-z]+)\[ARGS\]", "close_pattern": r"(?=\[TOOL_CALLS\])|$",
+            "repeats": True, "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {},
+    },
+}  # fmt: skip
+
+
+def test_a_response_template_finds_what_transformers_finds_between_special_tokens(tmp_path: Path) -> None:
+    tokenizer = loaded("mistral", "named")
+    tokenizer.response_template = NAMED_CALLS
+    texts, end = make_texts(tmp_path, tokenizer), tokenizer.eos_token_id
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        ids = tokenizer.encode(written("named", MESSAGES["named"]), add_special_tokens=False)
+        prompt = await prompted(service)
+        theirs = parse_response(decoded(tokenizer, prompt[1].ids, ids), NAMED_CALLS, prefix="")
+        for cut in range(len(ids), 0, -16):
+            streamed, whole = [
+                parts_of(await outputs_of(prompt, ids[:cut], "length", at_once=at_once, end=end))
+                for at_once in (False, True)
+            ]
+            assert streamed == whole
+        for at_once in (False, True):
+            text, reasoning, calls = parts_of(
+                await outputs_of(prompt, [*ids, end], "stop", at_once=at_once, end=end)
+            )
+            assert (text, reasoning) == (theirs["content"], theirs["reasoning_content"])
+            assert [(each.name, json.loads(each.arguments)) for each in calls] == [
+                (each["function"]["name"], each["function"]["arguments"]) for each in theirs["tool_calls"]
+            ]
+
+    texts.run(test)
+
+
 @pytest.mark.parametrize("answer", ["Hello <cite>{bad</cite> there", "<think>t</think>Hello <cite>{bad"])
 def test_a_region_that_cannot_be_read_is_streamed_once(answer: str, texts: Texts, tmp_path: Path) -> None:
     cite = {"open": "<cite>", "close": "</cite>", "content": "json"}
@@ -289,6 +364,43 @@ def test_a_call_without_closing_is_one_where_a_token_ended_the_answer(
     answer = written_call + "".join(stop)
     found = parts_of(by_template(texts, tmp_path, template, answer, at_once, reason, stop))
     assert found == (("", "", (ToolCall("add", '{"a": 1}'),)) if is_call else (written_call, "", ()))
+
+
+@pytest.mark.parametrize("as_it_comes", [False, True])
+def test_the_text_that_a_response_template_parses_is_counted_until_the_call_ends(
+    as_it_comes: bool, texts: Texts, tmp_path: Path
+) -> None:
+    files = files_of(make_tokenizer(1, CHAT_TEMPLATE), tmp_path)
+    config = {**json.loads(files["tokenizer_config.json"]), "response_template": RESPONSE_TEMPLATE}
+    record = texts.publish({**files, "tokenizer_config.json": json.dumps(config).encode()})
+    ids = make_tokenizer(1).encode(RESPONSE)
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        prompt = await prompted(service, record)
+        *held, last = await held_by(prompt, ids, as_it_comes=as_it_comes)
+        assert held == sorted(held)
+        assert held[-1] > 2 * len(RESPONSE)
+        assert last == 0
+        with pytest.raises(QueueFull):
+            await held_by(prompt, ids, num_bytes=held[-1], as_it_comes=as_it_comes)
+
+    texts.run(test)
+
+
+def test_the_text_of_a_call_is_counted_until_it_is_sent(tmp_path: Path) -> None:
+    texts = make_texts(tmp_path, loaded("tiny", "json"))
+    answer = written("json", {"content": "Hi", "tool_calls": [call("add", {"text": "long " * 20})]})
+    ids = loaded("tiny", "json").encode(answer + " more")
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        prompt = await prompted(service)
+        held = await held_by(prompt, ids)
+        assert held[0] == held[-1] == held[-len(" more")] == 0
+        assert max(held) > len("long " * 20)
+        with pytest.raises(QueueFull):
+            await held_by(prompt, ids, num_bytes=max(held))
+
+    texts.run(test)
 
 
 def test_a_stream_shows_parts_before_the_answer_has_ended(texts: Texts, tmp_path: Path) -> None:

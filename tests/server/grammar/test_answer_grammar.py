@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 import time
+from random import Random
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
+from msgspec.structs import replace
 
 from server.errors import InvalidRequest
-from server.grammar.grammar import FunctionName, Grammar, NamedTool, in_form, matching_schema, requested
-from server.text.answer_form import AnswerForm
+from server.grammar.answer_grammar import in_form
+from server.grammar.answer_parser import CallDelta, Parts
+from server.grammar.grammar import (
+    NO_PARAMETERS,
+    FunctionName,
+    Grammar,
+    NamedTool,
+    ToolChoice,
+    matching_schema,
+    requested,
+)
+from server.text.answer_form import AnswerForm, CallSyntax
 from tests.helpers.tiny_models import make_tokenizer
 from tests.server.helpers.answer_templates import SPECIAL, TEMPLATES, call, form_of, parsed, written
 
@@ -36,7 +49,10 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "now"}},
 ]
-CALLABLE = sorted(TEMPLATES.keys() - {"channels"})
+PARAMETERS_OF = {"add": PARAMETERS, "now": NO_PARAMETERS}
+CALLABLE = sorted(TEMPLATES)
+# The token that ends answers.
+END = 257
 TOKENIZER = make_tokenizer()
 TOKENIZER.add_special_tokens(
     {"additional_special_tokens": sorted({token for tokens in SPECIAL.values() for token in tokens})}
@@ -46,7 +62,7 @@ SPECIAL_TOKENS = {token_id: token.content for token_id, token in TOKENIZER.added
 
 @pytest.fixture(scope="module")
 def vocabulary() -> LLTokenizer:
-    return from_tokenizer(TOKENIZER, len(TOKENIZER), [257])
+    return from_tokenizer(TOKENIZER, len(TOKENIZER), [END])
 
 
 def takes(vocabulary: LLTokenizer, grammar: Grammar | None, text: str) -> bool:
@@ -71,6 +87,27 @@ def takes_ids(vocabulary: LLTokenizer, grammar: Grammar | None, *parts: str | in
         )
     ]
     return bool(matcher.consume_tokens(ids)) and matcher.is_accepting()
+
+
+def walked(
+    vocabulary: LLTokenizer, grammar: Grammar | None, words: list[str], random: Random
+) -> list[int] | None:
+    """Return tokens that a grammar allows, many of them of words, up to its end; None if that does not come."""
+    assert grammar is not None
+    matcher, ids = LLMatcher(vocabulary, grammar.text, log_level=0), list[int]()
+    while not matcher.is_stopped() and len(ids) < 2000:
+        word = TOKENIZER.encode(random.choice(words), add_special_tokens=False)
+        mask = matcher.compute_logit_bias()
+        if not mask[word[0]]:
+            word = [random.choice([token for token, allowed in enumerate(mask) if allowed])]
+        for token in word:
+            if token == END or not matcher.compute_logit_bias()[token]:
+                break
+            assert matcher.consume_token(token)
+            ids.append(token)
+        if matcher.is_accepting() and (word == [END] or random.random() < 0.3):
+            return ids
+    return ids if matcher.is_accepting() else None
 
 
 def special_form(name: str) -> AnswerForm:
@@ -176,19 +213,21 @@ def test_beside_tools_that_may_be_called_an_answer_matches_its_schema_or_calls_t
     def answer(function: str, arguments: dict[str, Any]) -> str:
         if name == "none":
             return json.dumps({"name": function, "arguments": arguments}, separators=(",", ":"))
-        text = written(name, {"content": "", "tool_calls": [call(function, arguments)]}).strip()
+        text = written(name, {"content": "", "tool_calls": [call(function, arguments)]})
+        text = text.strip("\n" if name == "channels" else None)
         if name not in ("fields", "pairs"):
             text = text.replace(json.dumps(arguments), json.dumps(arguments, separators=(",", ":")))
         if name == "bare":
             text = text.replace(": ", ":").replace(", ", ",")
         return text.replace(', "id": "abcdefghi"', "")
 
-    assert takes(vocabulary, asked.grammar, '{"a":1}')
+    final = "<|channel|>final<|message|>" if name == "channels" else ""
+    assert takes(vocabulary, asked.grammar, final + '{"a":1}')
     assert takes(vocabulary, asked.grammar, answer("add", good))
     assert takes(vocabulary, asked.grammar, answer("add", {"text": "", "color": "red", "number": 3}))
     assert takes(vocabulary, asked.grammar, answer("now", {}))
     for text in (
-        "So",
+        final + "So",
         answer("other", {}),
         answer("add", {"text": "x"}),
         answer("add", {**good, "number": "x"}),
@@ -197,6 +236,48 @@ def test_beside_tools_that_may_be_called_an_answer_matches_its_schema_or_calls_t
         assert not takes(vocabulary, asked.grammar, text)
     found = parsed(form, [answer("add", good)], asked)
     assert [(each.name, json.loads(each.arguments)) for each in found.calls] == [("add", good)]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("name", [*CALLABLE, "none"])
+def test_all_that_a_grammar_allows_is_read_as_it_was_asked_for(
+    name: str, choice: ToolChoice, vocabulary: LLTokenizer
+) -> None:
+    form, random = AnswerForm() if name == "none" else special_form(name), Random(f"{name} {choice}")
+    asked = in_form(requested(matching_schema(ANSWER), TOOLS, choice), form)
+    markup = (*(form.reasoning or ()), *(form.calls.texts() if form.calls else ()))
+    words = [*filter(None, markup), *'"}]{,1a', "red", "add", "analysis", "final", "commentary"]
+    num_ended = 0
+    for _ in range(30):
+        ids = walked(vocabulary, asked.grammar, words, random)
+        if ids is None:
+            continue
+        num_ended += 1
+        pieces = [SPECIAL_TOKENS.get(each) or str(TOKENIZER.decode([each])) for each in ids]
+        text = "".join(pieces)
+        found = parsed(form, pieces if text.isascii() else [text], asked)
+        if found.calls or choice == "required":
+            assert (found.content.strip(), len(found.calls) > 0) == ("", True), text
+            for each in found.calls:
+                assert each.name is not None
+                jsonschema_rs.validate(PARAMETERS_OF[each.name], json.loads(each.arguments))
+        else:
+            jsonschema_rs.validate(ANSWER, json.loads(found.content))
+    assert num_ended > 10
+
+
+@pytest.mark.parametrize("name", [*CALLABLE, "none"])
+def test_markup_in_an_answer_that_matches_is_text(name: str) -> None:
+    form = AnswerForm() if name == "none" else special_form(name)
+    asked = in_form(requested(matching_schema({"type": "object"}), TOOLS), form)
+    calls = written("json" if name == "none" else name, {"content": "", "tool_calls": [call("now", {})]})
+    answer = json.dumps(
+        {"a": f"<think>b</think>{calls}<|end|><|start|>assistant<|channel|>final<|message|>c"}
+    )
+    written_answer = answer if form.calls is None else written(name, {"content": answer})
+    for pieces in ([written_answer], list(written_answer)):
+        found = parsed(form, pieces, asked)
+        assert (found.content.strip(), found.reasoning, found.calls) == (answer, "", ())
 
 
 OPTIONAL_INTEGER = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
@@ -304,18 +385,119 @@ def test_an_answer_in_json_may_have_the_keys_of_a_call(name: str, vocabulary: LL
 
 
 @pytest.mark.parametrize("is_parallel", [None, False])
+@pytest.mark.parametrize("name", ["json", "section", "named section"])
 def test_there_may_be_several_calls_unless_the_request_wants_one(
-    is_parallel: bool | None, vocabulary: LLTokenizer
+    name: str, is_parallel: bool | None, vocabulary: LLTokenizer
 ) -> None:
-    asked = in_form(requested(matching_schema(ANSWER), TOOLS, "auto", is_parallel), form_of("json"))
-    both = written("json", {"content": "", "tool_calls": [call("now", {}), call("now", {})]}).strip()
+    form = special_form(name)
+    asked = in_form(requested(matching_schema(ANSWER), TOOLS, "auto", is_parallel), form)
+    one, both = (
+        written(name, {"content": "", "tool_calls": [call("now", {})] * number}).strip() for number in (1, 2)
+    )
+    assert takes(vocabulary, asked.grammar, one)
     assert takes(vocabulary, asked.grammar, both) == (is_parallel is None)
+
+
+THOUGHT = "<|channel|>analysis<|message|>So {\n<|end|><|start|>assistant"
+FINAL = '<|channel|>final<|message|>{"a":1}'
+CALL_OF_NOW = [
+    f"{header}{kind}<|message|>{{}}"
+    for header in ("<|channel|>commentary to=functions.now", " to=functions.now<|channel|>commentary")
+    for kind in ("", " json", " <|constrain|>json", "<|constrain|>json")
+]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_harmonys_answers_match_in_the_final_message_behind_any_thoughts(
+    tools: list[dict[str, Any]] | None, vocabulary: LLTokenizer
+) -> None:
+    form = special_form("channels")
+    asked = in_form(requested(matching_schema(ANSWER), tools), form)
+    for before in ("", THOUGHT, THOUGHT * 2):
+        assert takes(vocabulary, asked.grammar, before + FINAL)
+        for text in ('{"a":1}', FINAL.replace("1", "x"), FINAL.replace("final", "analysis"), THOUGHT[:-9]):
+            assert not takes(vocabulary, asked.grammar, before + text)
+        for text in CALL_OF_NOW:
+            assert takes(vocabulary, asked.grammar, before + text) == (tools is not None)
+    found = parsed(form, list(THOUGHT + FINAL), asked)
+    assert found == Parts('{"a":1}', "So {")
+    if tools is not None:
+        found = parsed(form, list(THOUGHT + CALL_OF_NOW[0]), asked)
+        assert found == Parts("", "So {", (CallDelta(0, "now", "{}"),))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("choice", ["required", NamedTool("function", FunctionName("now"))])
+def test_harmonys_forced_call_is_a_message_of_its_own_behind_any_thoughts(
+    choice: ToolChoice, is_open: bool, vocabulary: LLTokenizer
+) -> None:
+    form = replace(special_form("channels"), is_reasoning=is_open)
+    asked = in_form(requested(None, TOOLS, choice), form)
+    opened = "So {\n<|end|><|start|>assistant" if is_open else ""
+    for before in (opened, opened + THOUGHT):
+        for text in CALL_OF_NOW:
+            assert takes(vocabulary, asked.grammar, before + text)
+        for text in (FINAL, "{}", '[{"name":"now","arguments":{}}]', CALL_OF_NOW[0].replace("now", "other")):
+            assert not takes(vocabulary, asked.grammar, before + text)
+        arguments = '{"text":"x","number":1}'
+        other = f"<|channel|>commentary to=functions.add<|message|>{arguments}"
+        assert takes(vocabulary, asked.grammar, before + other) == (choice == "required")
+        answer = before + (other if choice == "required" else CALL_OF_NOW[0])
+        whole = parsed(form, [answer], asked)
+        assert [(each.name, each.arguments) for each in whole.calls] == [
+            ("add", arguments) if choice == "required" else ("now", "{}")
+        ]
+        thoughts = ["So {"] * before.count("So {")
+        assert (whole.content, whole.reasoning) == ("", "\n\n".join(thoughts))
+        for cut in range(len(answer)):
+            in_one = parsed(form, [answer[:cut]], asked)
+            assert parsed(form, list(answer[:cut]), asked) == in_one
+            assert not in_one.calls or whole.calls[0].arguments.startswith(in_one.calls[0].arguments)
+
+
+def test_thoughts_of_harmony_end_where_the_parser_ends_them(vocabulary: LLTokenizer) -> None:
+    form = special_form("channels")
+    grammar = in_form(requested(matching_schema(ANSWER)), form).grammar
+    ids = {text: token_id for token_id, text in form.special.items()}
+    begin = (ids["<|channel|>"], "analysis", ids["<|message|>"])
+    end = (
+        ids["<|end|>"],
+        ids["<|start|>"],
+        "assistant",
+        ids["<|channel|>"],
+        "final",
+        ids["<|message|>"],
+        '{"a":1}',
+    )
+    assert takes_ids(vocabulary, grammar, *begin, "I say <|mess", *end)
+    for marker in ("<|end|>", "<|start|>", "<|call|>", "<|return|>"):
+        assert not takes_ids(vocabulary, grammar, *begin, f"I say {marker}", *end)
+        assert not takes_ids(vocabulary, grammar, *begin, ids[marker], *end)
+
+
+def test_harmonys_markup_may_be_plain_text(vocabulary: LLTokenizer) -> None:
+    grammar = in_form(requested(matching_schema(ANSWER), TOOLS), form_of("channels")).grammar
+    assert takes_ids(vocabulary, grammar, THOUGHT + FINAL)
+    assert takes_ids(vocabulary, grammar, THOUGHT + CALL_OF_NOW[-1])
+    assert not takes_ids(vocabulary, grammar, THOUGHT.replace("So", "<|start|>") + FINAL)
+
+
+def test_inside_a_message_that_the_prompt_has_begun_only_its_text_comes(vocabulary: LLTokenizer) -> None:
+    form = replace(special_form("channels"), is_content=True)
+    asked = in_form(requested(matching_schema(ANSWER), TOOLS), form)
+    assert takes(vocabulary, asked.grammar, '{"a":1}')
+    assert parsed(form, ['{"a":1}'], asked) == Parts('{"a":1}')
+    forced = in_form(requested(None, TOOLS, "required"), form)
+    answer = '[{"name":"now","arguments":{}}]'
+    assert takes(vocabulary, forced.grammar, answer)
+    assert parsed(form, [answer], forced).calls == (CallDelta(0, "now", "{}"),)
 
 
 def test_a_template_whose_calls_have_no_grammar_is_refused_by_the_formats_name() -> None:
     asked = requested(matching_schema(ANSWER), TOOLS)
+    name_last = AnswerForm(calls=CallSyntax("json", "<call>", '<call>{"arguments": {}, "name": "', "", '"}'))
     with pytest.raises(InvalidRequest, match="chat template") as refused:
-        in_form(asked, form_of("channels"))
+        in_form(asked, name_last)
     assert refused.value.param == "response_format"
     nested = {"type": "function", "function": {"name": "f", "parameters": {"anyOf": [PARAMETERS]}}}
     with pytest.raises(InvalidRequest, match="plain properties"):

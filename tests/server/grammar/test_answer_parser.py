@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
-from server.grammar.answer_parser import AnswerParser, CallDelta, Parts, typed
+from server.grammar.answer_parser import AnswerParser, CallDelta, Parts
+from server.grammar.field_values import ArgumentTypes, typed
 from server.grammar.grammar import Requested
 from server.text.answer_form import AnswerForm
 from tests.server.helpers.answer_templates import (
     REQUESTED,
     TEMPLATES,
     TOOLS_JSON,
+    WITHOUT_CONTENT,
     call,
     form_of,
     messages,
@@ -46,7 +50,7 @@ def test_an_answer_as_the_template_writes_it_is_read_back(name: str, data: st.Da
     assert told(found) == calls
     assert found.reasoning == message.get("reasoning_content", "").strip()
     # Templates without both leave the content out.
-    if not (calls and name in ("list", "bare")):
+    if not (calls and name in WITHOUT_CONTENT):
         assert found.content.strip() == message["content"].strip()
 
 
@@ -105,7 +109,11 @@ def test_a_stream_of_any_markup_has_the_parts_of_the_whole(name: str, data: st.D
         ("json", '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "<tool_call>{name: now}</tool_call>"),
         ("fields", "<tool_call><function=now></function></tool_call>", "<tool_call><function=add><parameter=te"),
         ("list", '[TOOL_CALLS][{"name": "now", "arguments": {}}', ',{"name": "add", "argum'),
+        ("spaced", '[TOOL_CALLS] [{"name": "now", "arguments": {}}', ',{"name": "add", "argum'),
         ("named", "[TOOL_CALLS]now[ARGS]{}", "[TOOL_CALLS]add[ARGS]{"),
+        ("identified", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "[TOOL_CALLS]add[CALL_ID]abcd"),
+        ("section", '<calls>\n<invoke name="now">\n</invoke>\n', '<invoke name="add">\n<parameter na'),
+        ("named section", "<｜calls｜><｜call｜>now<｜sep｜>{}<｜end｜>", "<｜call｜>add<｜sep｜>{"),
         ("bare", '{"name": "now", "parameters": {}};', '{"name": "add", "parameters": 1}'),
     ],
 )  # fmt: skip
@@ -159,6 +167,15 @@ def test_llamas_calls_behind_a_tag_are_json_or_python() -> None:
     assert told(parsed(form, [python])) == [("add", {"text": 'a "b"', "number": "1"})]
     for other in ("<|python_tag|>print(1)", "<|python_tag|>add.call(text=" + "  " * 40_000, python[:-1]):
         assert parsed(form, [other]) == Parts(other)
+
+
+@pytest.mark.parametrize("text", ["to=functions.now it is", "<|channel|>", "So<|end|>"])
+def test_a_message_of_harmony_that_the_prompt_has_begun_goes_on(text: str) -> None:
+    thinking = replace_struct(FORMS["channels"], is_reasoning=True)
+    shown = text.removesuffix("<|end|>")
+    assert parsed(thinking, list(text)) == Parts("", shown)
+    speaking = replace_struct(FORMS["channels"], is_content=True)
+    assert parsed(speaking, list(text)) == Parts(shown)
 
 
 def test_markup_in_arguments_is_text() -> None:
@@ -224,6 +241,65 @@ def test_an_argument_that_is_written_as_text_has_the_type_of_its_schema(
     text: str, types: list[str], value: Any
 ) -> None:
     assert typed(text, types) == value
+
+
+DEFINITIONS = {
+    "count": {"type": "integer"},
+    "maybe": {"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]},
+    "one": {"oneOf": [{"$ref": "#/$defs/two"}, {"type": "boolean"}]},
+    "two": {"allOf": [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/count"}]},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"$ref": "#/$defs/count"}, {"7": 7, "x": "x"}),
+        ({"$ref": "#/$defs/maybe", "description": "d"}, {"7": 7, "null": None, "true": "true"}),
+        ({"anyOf": [{"type": "string"}, {"$ref": "#/$defs/maybe"}]}, {"7": 7, "null": None, "x": "x"}),
+        ({"$ref": "#/$defs/one"}, {"7": 7, "true": True, "null": "null"}),
+        ({"$ref": "#/$defs/two"}, {"7": 7, "true": True, "null": "null"}),
+        ({"enum": [1, None]}, {"1": 1, "null": None}),
+        ({"const": 1}, {"1": 1}),
+        ({"enum": ["1"]}, {"1": "1"}),
+        ({"$ref": "#/definitions/count"}, {"7": "7"}),
+        ({"$ref": "#/$defs/none"}, {"7": "7"}),
+        ({"$ref": 5, "anyOf": 5, "type": [5, {}]}, {"7": "7"}),
+        (True, {"7": "7"}),
+    ],
+)
+@pytest.mark.parametrize("name", ["fields", "pairs"])
+def test_arguments_in_fields_have_the_types_behind_references(
+    name: str, schema: Any, values: dict[str, Any]
+) -> None:
+    parameters = {"properties": {"n": schema}, "$defs": DEFINITIONS}
+    tools = json.dumps([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+    free = Requested(None, tools.encode(), frozenset(["f"]))
+    for text, value in values.items():
+        answer = written(name, {"content": "", "tool_calls": [call("f", {"n": text})]})
+        assert told(parsed(FORMS[name], [answer], free)) == [("f", {"n": value})]
+
+
+@pytest.mark.parametrize("shape", ["chain", "fan", "cycle"])
+def test_the_types_behind_references_cost_time_that_grows_with_the_schemas(shape: str) -> None:
+    number = 4000
+
+    def refer(*targets: int) -> dict[str, Any]:
+        return {"anyOf": [{"$ref": f"#/$defs/d{target % number}"} for target in targets]}
+
+    definitions = {
+        "chain": {f"d{each}": refer(each + 1) for each in range(number - 1)},
+        "fan": {f"d{each}": refer(each + 1, each + 2) for each in range(number - 2)},
+        "cycle": {f"d{each}": refer(each + 1) for each in range(number)},
+    }[shape]
+    last = {f"d{number - 2}": {"type": "integer"}, f"d{number - 1}": {"type": "null"}}
+    properties = {f"p{each}": refer(each) for each in range(number)}
+    parameters = {"properties": properties, "$defs": {**definitions, **({} if shape == "cycle" else last)}}
+    types = ArgumentTypes(json.dumps([{"function": {"name": "f", "parameters": parameters}}]).encode())
+    started = time.process_time()
+    found = types.of("f")
+    assert time.process_time() - started < 0.2
+    assert found["p0"] == {"chain": {"integer"}, "fan": {"integer", "null"}, "cycle": set()}[shape]
 
 
 def test_a_value_that_is_nested_too_deep_to_be_written_is_no_call() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from server.grammar.answer_parser import AnswerParser, CallDelta, Parts, joined
 from server.grammar.grammar import Requested
@@ -72,9 +74,22 @@ LISTED = (
     '{{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]'
     "{% else %}{{ m.content }}{% endif %}"
 )
+SPACED = LISTED.replace("[TOOL_CALLS][", " [TOOL_CALLS] [").replace("{{ m.content }}", " {{ m.content }}")
 NAMED = (
     "{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}{{ m.content or '' }}" + CALLS
     + "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"
+)  # fmt: skip
+IDENTIFIED = NAMED.replace("[ARGS]", "[CALL_ID]{{ c.id }}[ARGS]")
+SECTION = (
+    "{{ m.content or '' }}{% if m.tool_calls %}<calls>{{ nl }}{% endif %}" + CALLS
+    + '<invoke name="{{ c.function.name }}">{{ nl }}{% for key, value in c.function.arguments | items %}'
+    '<parameter name="{{ key }}">{{ value if value is string else value | tojson }}</parameter>{{ nl }}{% endfor %}'
+    "</invoke>{{ nl }}{% endfor %}{% if m.tool_calls %}</calls>{% endif %}"
+)  # fmt: skip
+NAMED_SECTION = (
+    "{{ m.content or '' }}{% if m.tool_calls %}<｜calls｜>{% endif %}" + CALLS
+    + "<｜call｜>{{ c.function.name }}<｜sep｜>{{ c.function.arguments | tojson }}<｜end｜>{% endfor %}"
+    "{% if m.tool_calls %}<｜ends｜>{% endif %}"
 )  # fmt: skip
 BARE = (
     "{% if m.tool_calls %}{% set c = m.tool_calls[0] %}"
@@ -99,17 +114,42 @@ TEMPLATES = {
     "fields": template(FIELDS),
     "pairs": template(PAIRS),
     "list": template(LISTED, *IN_INST),
+    "spaced": template(SPACED, *IN_INST),
     "named": template(NAMED, *IN_INST),
+    "identified": template(IDENTIFIED, *IN_INST),
+    "section": template(SECTION),
+    "named section": template(NAMED_SECTION),
     "bare": template(BARE, *IN_HEADERS),
     "channels": template(CHANNELS, *IN_MESSAGES),
 }
 # Special tokens of models with these templates; the others' markup is plain text.
 SPECIAL = {
     "list": ("[INST]", "[/INST]", "[TOOL_CALLS]"),
+    "spaced": ("[INST]", "[/INST]", "[TOOL_CALLS]"),
     "named": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
+    "identified": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"),
+    "named section": ("<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜end｜>", "<｜ends｜>"),
     "bare": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
-    "channels": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
-}
+    "channels": (
+        "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>",
+    ),
+}  # fmt: skip
+
+
+def tokenizer_of(name: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one of the templates and the special tokens of models that have it."""
+    special = SPECIAL.get(name, ())
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<end>", additional_special_tokens=list(special)
+    )
+    tokenizer.chat_template = TEMPLATES[name]
+    return tokenizer
+
+
+# Those that do not write content beside calls, and those that do not write reasoning.
+WITHOUT_CONTENT = ("list", "spaced", "bare")
+WITHOUT_REASONING = (*WITHOUT_CONTENT, "section", "named section")
 
 
 def form_of(name: str) -> AnswerForm:
@@ -155,7 +195,7 @@ def messages(draw: st.DrawFn, name: str) -> Message:
     num_calls = 1 if name in ("bare", "channels") else 3
     if calls := draw(st.lists(CALL, max_size=num_calls)):
         message["tool_calls"] = calls
-    if name not in ("list", "bare") and draw(st.booleans()):
+    if name not in WITHOUT_REASONING and draw(st.booleans()):
         message["reasoning_content"] = "so " + draw(WORDS)
     return message
 

@@ -6,10 +6,11 @@ import pytest
 
 from server.grammar.answer_parser import AnswerParser
 from server.text.answer_form import AnswerForm, render_prompt
-from server.text.chat_template import Conversation
+from server.text.chat_template import Conversation, Message
 from tests.helpers.tiny_models import CHAT_TEMPLATE
 from tests.server.helpers.answer_templates import (
     IN_TAGS,
+    NAMED,
     REQUESTED,
     SPECIAL,
     TEMPLATES,
@@ -29,7 +30,11 @@ THINK = ("<think>", "</think>")
         ("fields", "fields", "<tool_call>\n<function=", THINK),
         ("pairs", "fields", "<tool_call>", THINK),
         ("list", "json", "[TOOL_CALLS]", None),
+        ("spaced", "json", "[TOOL_CALLS]", None),
         ("named", "named", "[TOOL_CALLS]", ("[THINK]", "[/THINK]")),
+        ("identified", "named", "[TOOL_CALLS]", ("[THINK]", "[/THINK]")),
+        ("section", "fields", '<calls>\n<invoke name="', None),
+        ("named section", "named", "<｜calls｜><｜call｜>", None),
         ("bare", "json", "", None),
         ("channels", "channels", "", None),
     ],
@@ -58,6 +63,30 @@ def test_the_text_around_names_and_arguments_is_the_templates() -> None:
     assert (bare.arguments_key, bare.more_tags) == ("parameters", ("<|python_tag|>",))
 
 
+@pytest.mark.parametrize(
+    ("name", "end", "again", "section_end"),
+    [
+        ("section", "\n</invoke>", '<invoke name="', "\n</calls>"),
+        ("named section", "<｜end｜>", "<｜call｜>", "<｜ends｜>"),
+        ("json", "}\n</tool_call>", "", ""),
+        ("fields", "\n</function>\n</tool_call>", "", ""),
+        ("named", "", "", ""),
+    ],
+)
+def test_the_text_around_calls_of_one_section_is_found(
+    name: str, end: str, again: str, section_end: str
+) -> None:
+    calls = form_of(name).calls
+    assert calls is not None
+    assert (calls.end, calls.again, calls.section_end) == (end, again, section_end)
+
+
+def test_calls_of_a_template_that_joins_arguments_to_text_are_found() -> None:
+    source = template(NAMED.replace("c.function.arguments | tojson", "'' + c.function.arguments"))
+    form = render_prompt(source, Conversation([USER]), {}).form
+    assert form.calls == form_of("named").calls
+
+
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, "{{ messages }}", "{{ 1 }}", "{{ tools | tojson }}"])
 def test_a_template_that_shows_no_calls_has_no_form_of_them(source: str) -> None:
     conversation = Conversation([USER], tools=TOOLS_JSON)
@@ -83,6 +112,25 @@ def test_reasoning_that_a_continued_message_opens_is_open(content: str, is_open:
     messages = [USER, {"role": "assistant", "content": content}]
     conversation = Conversation(messages, False, continue_final_message=True)
     assert render_prompt(TEMPLATES["json"], conversation, {}).form.is_reasoning == is_open
+
+
+@pytest.mark.parametrize(
+    ("message", "continued", "place"),
+    [
+        (None, False, (False, False)),
+        ({"content": "So"}, True, (False, True)),
+        ({"content": "", "reasoning_content": "So"}, "reasoning_content", (True, False)),
+    ],
+)
+def test_the_message_of_harmony_that_a_prompt_leaves_open_is_told(
+    message: Message | None, continued: bool | str, place: tuple[bool, bool]
+) -> None:
+    messages = [{"role": "user", "content": "What is <|channel|>analysis<|message|>"}]
+    if message is not None:
+        messages.append({"role": "assistant", **message})
+    conversation = Conversation(messages, not continued, continue_final_message=continued)
+    form = render_prompt(TEMPLATES["channels"], conversation, {}).form
+    assert (form.is_reasoning, form.is_content) == place
 
 
 def test_markers_that_a_template_names_and_does_not_show_are_taken() -> None:

@@ -187,6 +187,18 @@ def test_arguments_that_no_string_can_be_made_of_are_refused_by_their_message(te
         shown(whole, USER, calling('{"a": "Par'))
 
 
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
+@pytest.mark.parametrize("content", ["", "'<' + m.content + '>' + "])
+def test_a_template_that_joins_arguments_to_text_is_given_them_as_text(arguments: Any, content: str) -> None:
+    template = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "{{ " + content + "call.function.name + call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    assert shown(template, USER, calling(arguments)) == ("<>" if content else "") + 'f{"a": "é"}'
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
+        shown(template.replace("call.function.name", "call.function.name + 1"), USER, calling(arguments))
+
+
 def test_arguments_that_a_template_does_not_read_may_be_any() -> None:
     assert shown("{{ messages[0].content }}", USER, calling('{"a": "Par')) == "hi"
 

@@ -575,13 +575,13 @@ async def _stream(
     """
     try:
         while not first.done():
-            with events.sending():
+            with events.sending:
                 yield WAITING
             await asyncio.wait({first}, timeout=pause_s)
-        with events.sending():
+        with events.sending:
             yield replies.begin() + b"".join(map(replies.part, first.result()))
         while taken := await submission.outputs.take():
-            with events.sending():
+            with events.sending:
                 yield b"".join(map(replies.part, taken))
         yield replies.end()
     except PeraxisError as error:

@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,6 +68,19 @@ LOST = (EngineRestarted, EndedEngine, VersionEndsEngines)
 T = TypeVar("T")
 
 
+class Sending:
+    """A block in which a piece of a stream is being sent, which ends when the client reads."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None  # None outside of the block
+
+    def __enter__(self) -> None:
+        self.since = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self.since = None
+
+
 class RequestEvents:
     """The engine's requests of one HTTP request, and their events. Event loop only.
 
@@ -102,7 +114,7 @@ class RequestEvents:
         # Tokens and log-probabilities that were not taken, their bytes, and how many of these the budget counts.
         self._num_unread = self._unread_bytes = self._held_bytes = 0
         self._kept_bytes = 0  # that the budget counts until they are given back, or the end
-        self._sending_since: float | None = None
+        self.sending = Sending()
         self._is_paused = False
         self._num_open = 0
         self.admission = Admission()
@@ -178,15 +190,6 @@ class RequestEvents:
             raise last.error
         return events
 
-    @contextmanager
-    def sending(self) -> Iterator[None]:
-        """Note that a piece of the stream is being sent inside the block, which ends when the client reads."""
-        self._sending_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._sending_since = None
-
     def stop_sequence(self, number: int, index: int) -> None:
         """End one sequence of a request, whose text holds a stop string."""
         self._engine.stop_sequence(self._request_ids[number], index)
@@ -252,7 +255,7 @@ class RequestEvents:
         """Count a token that is not read yet; return it, or the error of a client that reads too late."""
         self._num_unread += 1 + len(event.top)
         self._unread_bytes += UNREAD_TOKEN_BYTES + len(event.top) * UNREAD_LOGPROB_BYTES
-        since = self._sending_since
+        since = self.sending.since
         if self._num_unread <= PAUSE_UNREAD and (since is None or time.monotonic() - since < STALLED_S):
             return event
         self._set_paused(True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from server.api.generation import WAITING
-from server.api.outputs import RequestEvents, TextOutputs
+from server.api.outputs import Sending, TextOutputs
 from server.errors import QueueFull
 from tests.server.helpers.http_app import HttpApp, with_engine
 from tests.server.helpers.served import Family, make_family
@@ -30,13 +29,13 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 def begun(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Set when a stream sends its first piece."""
     begun = asyncio.Event()
-    sending = RequestEvents.sending
+    enter = Sending.__enter__
 
-    def noted(events: RequestEvents) -> AbstractContextManager[None]:
+    def noted(sending: Sending) -> None:
         begun.set()
-        return sending(events)
+        enter(sending)
 
-    monkeypatch.setattr(RequestEvents, "sending", noted)
+    monkeypatch.setattr(Sending, "__enter__", noted)
     return begun
 
 

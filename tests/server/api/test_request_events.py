@@ -142,7 +142,7 @@ def test_the_requests_of_a_stream_that_is_not_read_pause_and_go_on(monkeypatch: 
         events.submit(a_request())
         engine.send(TokenEvent(0, 1))
         await events.take()
-        with events.sending():
+        with events.sending:
             engine.send(TokenEvent(0, 2))
             # A client that is late for a moment keeps its rows.
             assert (engine.pauses, unsent.held("acme")) == ([], 0)
@@ -195,7 +195,7 @@ def test_what_a_tenant_leaves_unread_of_its_streams_is_bounded(monkeypatch: pyte
         with contextlib.ExitStack() as stack:
             for engine, events in zip(engines, streams, strict=True):
                 events.submit(a_request())
-                stack.enter_context(events.sending())
+                stack.enter_context(events.sending)
                 engine.send(TokenEvent(0, 1, -1.0, TOP))
             assert unsent.has("another", 16 << 10)
             with pytest.raises(RequestTimeout, match="not read in time"):

@@ -12,20 +12,22 @@ from unittest import mock
 import pytest
 
 from server import connections
-from server.connections import (
-    ACCEPTED_PER_TURN,
-    MAX_UNREAD_BYTES,
-    READ_PER_TURN,
-    Listener,
-    ReadingTurns,
-)
+from server.connections import MAX_UNREAD_BYTES, Listener, ReadingTurns
 from server.processes import listen
 from server.tenants.loop_ledger import NOBODY, Headers
 from server.web_server import run_event_loop
 from tests.server.helpers.live_server import WAIT_S
 from tests.server.helpers.web import GET, Web, answer, make_turns, talk
 
-NUM_AT_ONCE = 10 * ACCEPTED_PER_TURN
+# As many as ten turns take here: fewer than by default, because each takes two descriptors of this process.
+PER_TURN = 8
+NUM_AT_ONCE = 10 * PER_TURN
+
+
+@pytest.fixture(autouse=True)
+def few_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ACCEPTED_PER_TURN", PER_TURN)
+    monkeypatch.setattr(connections, "READ_PER_TURN", PER_TURN)
 
 
 def test_a_turn_of_the_event_loop_accepts_a_few_of_the_connections_that_have_arrived() -> None:
@@ -42,7 +44,7 @@ def test_a_turn_of_the_event_loop_accepts_a_few_of_the_connections_that_have_arr
                 await asyncio.sleep(0)
                 counts.append(admit.call_count - total)
                 total = admit.call_count
-            assert max(counts) <= ACCEPTED_PER_TURN
+            assert max(counts) <= PER_TURN
             # They are served all the same, and so are those behind them.
             assert await web.ask() == (200, b"hello")
 
@@ -89,7 +91,7 @@ def test_a_turn_of_the_event_loop_reads_a_few_heads_of_callers_without_a_key(key
             counts.append(num_read - total)
             total = num_read
         # Without a key it is not known whose they are, before they are read.
-        assert max(counts) <= READ_PER_TURN
+        assert max(counts) <= PER_TURN
         assert [await answer(reader) for reader, _ in opened] == [(200, b"hello")] * NUM_AT_ONCE
         for _, writer in opened:
             writer.write(head)
@@ -98,7 +100,7 @@ def test_a_turn_of_the_event_loop_reads_a_few_heads_of_callers_without_a_key(key
             await asyncio.sleep(0)
             counts.append(num_read - total)
             total = num_read
-        assert (max(counts) > READ_PER_TURN) == (key is not None)
+        assert (max(counts) > PER_TURN) == (key is not None)
         for _, writer in opened:
             writer.close()
 
@@ -110,14 +112,14 @@ def test_what_came_last_is_read_first_and_what_is_too_much_not_at_all() -> None:
         reading, order = ReadingTurns(), list[int]()
         while reading.begin():
             pass
-        for number in range(3 * READ_PER_TURN):
+        for number in range(3 * PER_TURN):
             assert reading.wait(number, 100, partial(order.append, number))
         assert not reading.wait("large", MAX_UNREAD_BYTES, order.clear)
         reading.leave(1)
         for num_turns in range(1, 4):
             await asyncio.sleep(0)
-            assert len(order) == min(num_turns * READ_PER_TURN, 3 * READ_PER_TURN - 1)
-        assert order == [number for number in reversed(range(3 * READ_PER_TURN)) if number != 1]
+            assert len(order) == min(num_turns * PER_TURN, 3 * PER_TURN - 1)
+        assert order == [number for number in reversed(range(3 * PER_TURN)) if number != 1]
         # Nothing waits any more.
         assert reading.wait("large", MAX_UNREAD_BYTES, order.clear)
 

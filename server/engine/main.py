@@ -6,19 +6,24 @@ error that it has logged.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
+import os
+import shutil
 import signal
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import json
 
 from deltastore.errors import PeraxisError
+from deltastore.user_cache import user_cache_dir
 from server.engine.clients import EngineSocket, refuse_clients
 from server.errors import Draining
 from server.log import configure_logging
@@ -34,6 +39,25 @@ log = logging.getLogger(__name__)
 FAILED, CANNOT_START = 1, 3
 # How long clients have to ask why the engine cannot start.
 REFUSE_S = 10.0
+# Read when vLLM and what it needs are imported; what the operator has set stays.
+VLLM_ENVIRONMENT = {
+    # The engine in this process, which our own processes surround already.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    # It would log to standard output, on which a server prints one line.
+    "VLLM_CONFIGURE_LOGGING": "0",
+    # The second one has not run with deltas yet.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # HTTP processes need the cores, too, and would wait for a thread that spins on a core of its own.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # This process has threads, whose locks a fork would copy.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+# Where torch and vLLM keep what they compile, 150 MB of it, which would lie under /tmp otherwise: of each variable the
+# directory in our cache, and the part of it that is compiled.
+COMPILED = {"TORCHINDUCTOR_CACHE_DIR": ("inductor", "."), "VLLM_CACHE_ROOT": ("vllm", "torch_compile_cache")}
 
 
 def main() -> int:
@@ -97,12 +121,14 @@ def serve_engine(
     socket = EngineSocket(address)
     try:
         # Deferred, because it imports torch and transformers: clients can already connect.
-        with without_collection():
-            if settings.backend == "vllm":
-                from server.engine.vllm_backend import build_vllm_engine as build_engine
-            else:
-                from server.engine.build import build_engine
-        engine = build_engine(settings, open_registry(settings, make=False), metrics, socket, stopping)
+        with ExitStack() as building:
+            with without_collection():
+                if settings.backend == "vllm":
+                    building.enter_context(compiling(user_cache_dir()))
+                    from server.engine.vllm_backend import build_vllm_engine as build_engine
+                else:
+                    from server.engine.build import build_engine
+            engine = build_engine(settings, open_registry(settings, make=False), metrics, socket, stopping)
         if supervision is not None:
             engine.supervise(supervision.page, supervision.suspects)
         on_built()
@@ -116,6 +142,55 @@ def serve_engine(
     finally:
         socket.close()
     return 0
+
+
+@contextmanager
+def compiling(cache: Path) -> Iterator[None]:
+    """Set what vLLM reads when it is imported, and note in a directory that this process compiles inside the block.
+
+    torch writes its libraries in place, and takes one that is there as it is: a process that is killed while it
+    compiles leaves a part of one, with which no later engine could start. So what is compiled is removed if such a
+    process was killed and no other one is compiling.
+    """
+    for name, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    for name, (directory, _) in COMPILED.items():
+        os.environ.setdefault(name, str(cache / directory))
+    notes = cache / "compiling"
+    try:
+        notes.mkdir(mode=0o700, parents=True, exist_ok=True)
+        note = (notes / f".{uuid.uuid4().hex}").open("w")
+    except OSError:
+        # A user without a home: nothing is kept.
+        yield
+        return
+    with note:
+        fcntl.flock(note, fcntl.LOCK_EX)
+        own = Path(note.name).rename(notes / uuid.uuid4().hex)
+        others = {path: is_locked(path) for path in notes.iterdir() if path != own and path.name[0] != "."}
+        if others and not any(others.values()):
+            log.warning("an engine was killed while it compiled: what was compiled is removed and made again")
+            for name, (directory, part) in COMPILED.items():
+                if os.environ[name] == str(cache / directory):
+                    shutil.rmtree(cache / directory / part, ignore_errors=True)
+            for path in others:
+                path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            own.unlink(missing_ok=True)
+
+
+def is_locked(path: Path) -> bool:
+    """True if a process holds a lock of a file; False if it does not, or the file is gone."""
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
+    return False
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
 from deltastore.loader import Loader
 from deltastore.registry import Registry
-from deltastore.user_cache import user_cache_dir
 from server.deltas.fetcher import Fetcher
 from server.deltas.residency import Residency
 from server.engine.build import (
@@ -62,22 +61,6 @@ CPU = torch.device("cpu")
 ROW = "peraxis_row"
 # The logits processor of a rank, which hands the logits of those rows over.
 HELD_LOGITS = "peraxis_vllm.ranks:HeldLogits"
-# Read when vLLM is imported; what the operator has set stays.
-ENVIRONMENT = {
-    # The engine in this process, which our own processes surround already.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    # It would log to standard output, on which a server prints one line.
-    "VLLM_CONFIGURE_LOGGING": "0",
-    # The second one has not run with deltas yet.
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # HTTP processes need the cores, too, and would wait for a thread that spins on a core of its own.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # This process has threads, whose locks a fork would copy.
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
 
 
 class Usable:
@@ -418,11 +401,6 @@ def build_vllm_engine(
     stopping: threading.Event,
 ) -> Engine:
     """Load the base into vLLM and build the engine that serves it on `socket`. Raises as `build_engine`."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # What torch and vLLM compile would lie under /tmp otherwise, 150 MB of it.
-    os.environ.setdefault("VLLM_CACHE_ROOT", str(user_cache_dir() / "vllm"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache_dir() / "inductor"))
     num_ranks = settings.tensor_parallel_size
     logging.getLogger("vllm").setLevel(logging.WARNING)
     logging.getLogger("vllm.peraxis").setLevel(logging.INFO)

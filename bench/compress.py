@@ -27,11 +27,8 @@ from torch import Tensor
 from bench.process import memory_of, reset_peak
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
-from compressor.codec import Method
-from compressor.config import CompressConfig
+from compressor.config import Calibration, CompressConfig, FitSettings, Method
 from compressor.convert.merge import OutputTensor, split_into_shards, write_index, write_shard
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
 from compressor.pipeline import compress, plan
 from deltastore.base import architecture
 from deltastore.console import table

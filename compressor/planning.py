@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from compressor.config import CompressConfig
-from compressor.fit.shapes import MachineRate, MemoryItem, StageCost, shapes_of
+from compressor.config import CompressConfig, FitSettings
+from compressor.fit.shapes import FLOAT32_BYTES, LATENT_BYTES, MachineRate, MemoryItem, StageCost, shapes_of
 from compressor.pairs import Pairs
 from deltastore.console import size_text
 from deltastore.errors import MemoryTooSmall
 from deltastore.format.sizes import FP16_BYTES, one_bit_plan
 
-if TYPE_CHECKING:
-    from compressor.fit.fit_settings import FitSettings
+if TYPE_CHECKING:  # brings transformers, which takes seconds
+    from compressor.fit.distill import DistillSettings
 
 MEASURING_S = 1.0
 # Shape of the products that are measured: one batch's tokens, and a layer's features.
@@ -76,7 +76,7 @@ class Requirements:
 
     stages: Sequence[StageCost]
     seconds: Sequence[float]  # of each stage
-    disk_bytes: int  # beside --out, at most
+    disk_bytes: int  # beside `out`, at most
     free: Mapping[str, int]  # bytes of `host` and `device` memory and of the `disk`
 
     def peak(self, where: str, *, least: bool = False) -> int:
@@ -123,22 +123,23 @@ def stage_costs(
         return [coding]
     # They bring transformers, which takes seconds.
     from compressor.fit.cost import FitCost
-    from compressor.fit.strategies import strategy_of
+    from compressor.fit.fit import recipe_of
 
     shapes = shapes_of(pairs.tensors, coded, pairs.finetune.config)
     device = fit_settings.torch_device()
     free = free_memory(device)["host" if device.type == "cpu" else "device"]
-    fit = FitCost(shapes, strategy_of(fit_settings, config.method), device.type == "cpu", free)
+    recipe = recipe_of(fit_settings, config.scales)
+    fit = FitCost(shapes, fit_settings, recipe, device.type == "cpu", free)
     return [*fit.stages(), coding]
 
 
 def disk_bytes(
     config: CompressConfig, pairs: Pairs, coded: Collection[str], files: Mapping[str, bytes]
 ) -> int:
-    """Return the most bytes beside `--out` at any time.
+    """Return the most bytes beside `out` at any time.
 
     The artifact is written to a spool and then in one piece, so it takes its space twice for a moment. The stages that
-    calibration keeps for `--resume` take about as much again, and the state of the end-to-end stage comes on top.
+    calibration keeps for a resumed run take about as much again, and the state of the end-to-end stage comes on top.
     """
     matrices = one_bit_plan({pair.name: pair.shape for pair in pairs.tensors if pair.name in coded})
     whole = sum(pair.tensor.num_bytes for pair in pairs.tensors if pair.name not in coded)
@@ -148,12 +149,23 @@ def disk_bytes(
     needed += 2 * (whole + added + sum(map(len, files.values())))
     if config.fit_settings is not None:
         # Deferred, because it imports transformers, which takes seconds.
-        from compressor.fit.strategies import strategy_of
+        from compressor.fit.fit import recipe_of
 
         num_weights = sum(math.prod(pair.shape) for pair in pairs.tensors if pair.name in coded)
         num_scales = matrices.scales_bytes // FP16_BYTES
-        needed += strategy_of(config.fit_settings, config.method).state_bytes(num_weights, num_scales)
+        distillation = recipe_of(config.fit_settings, config.scales).distillation
+        needed += state_bytes(distillation, budget, num_weights, num_scales)
     return needed
+
+
+def state_bytes(distillation: DistillSettings, budget: float, num_weights: int, num_scales: int) -> int:
+    """Return the disk space that a run needs for the state of its end-to-end stage.
+
+    Every scale has two moments, every sign that moves is a latent number, and a new state lies beside the old one.
+    """
+    scales = 3 * FLOAT32_BYTES * num_scales if distillation.epochs else 0
+    latents = LATENT_BYTES * num_weights if distillation.moves_signs else 0
+    return int(2 * budget * (scales + latents))
 
 
 FEWEST_SAMPLES = 32  # that are proposed
@@ -198,21 +210,21 @@ def _way_out(config: CompressConfig, fit_settings: FitSettings, pairs: Pairs, co
         needed = _least_bytes(config, cheaper, pairs, coded, free)
         if all(needed[where] <= free[where] for where in free):
             return f"give {options}"
-    elsewhere = "" if device.type == "cpu" else ", or --device cpu"
-    return f"give --calibration none, which reads no text{elsewhere}"
+    elsewhere = "" if device.type == "cpu" else ", or `device='cpu'`"
+    return f"give `text='none'`, which reads no text{elsewhere}"
 
 
 def _cheaper(config: CompressConfig, fit_settings: FitSettings) -> Iterator[tuple[str, FitSettings]]:
     """Yield options that need less memory: fewer samples, signs that stay, and both."""
     # Deferred, because it imports transformers, which takes seconds.
-    from compressor.fit.strategies import strategy_of
+    from compressor.fit.fit import recipe_of
 
     calibration, samples = fit_settings.calibration, fit_settings.calibration.samples
     while samples // 2 >= FEWEST_SAMPLES:
         samples //= 2
-        yield f"--samples {samples}", replace(fit_settings, calibration=replace(calibration, samples=samples))
-    if strategy_of(fit_settings, config.method).distillation.moves_signs:
+        yield f"`samples={samples}`", replace(fit_settings, calibration=replace(calibration, samples=samples))
+    if recipe_of(fit_settings, config.scales).distillation.moves_signs:
         fixed = replace(fit_settings, learn_signs=False)
-        yield "--no-learn-signs", fixed
+        yield "`learn_signs=False`", fixed
         fewest = replace(fixed, calibration=replace(calibration, samples=samples))
-        yield f"--no-learn-signs and --samples {samples}", fewest
+        yield f"`learn_signs=False` and `samples={samples}`", fewest

@@ -54,7 +54,7 @@ class CheckpointStore:
         if not self._is_other_run and (self.directory / INPUTS).read_bytes() != self._inputs:
             raise UsageError(
                 f"{self.directory}: it was left by a run with other inputs or settings: give the same ones, or leave "
-                "--resume away to begin anew"
+                "`resume` away to begin anew"
             )
 
     def discard(self) -> None:
@@ -129,7 +129,7 @@ class CheckpointStore:
         if not is_store:
             raise UsageError(
                 f"{self.directory}: progress would be kept there, and this is none: move it away, or choose another "
-                "--out"
+                "`out`"
             )
 
     def _keep(self, filename: str, write: Callable[[Path], object]) -> None:
@@ -163,7 +163,7 @@ class CheckpointStore:
 
     def _full(self, reason: str) -> StorageFull:
         return StorageFull(
-            f"{self.directory}: {reason}: free some space for what is done so far and run again with --resume"
+            f"{self.directory}: {reason}: free some space for what is done so far and run again with `resume=True`"
         )
 
 
@@ -183,7 +183,7 @@ def open_checkpoint_store(out: Path, inputs: Mapping[str, Any], *, resume: bool)
         yield store
     except BaseException as error:
         if store.is_begun:
-            error.add_note(f"{store.directory} keeps what is done so far: go on with --resume")
+            error.add_note(f"{store.directory} keeps what is done so far: go on with `resume=True`")
         raise
 
 

@@ -11,12 +11,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from compressor.config import FitSettings
 from compressor.decoder.sampling import MAX_GROUP, MEMORY_PART
 from compressor.fit.calibration import num_held_out
 from compressor.fit.distill import LOGITS_NUMEL, LOGITS_TOKENS
 from compressor.fit.fit import MEASURED_SEQUENCES
-from compressor.fit.shapes import FitShapes, MemoryItem, StageCost
-from compressor.fit.strategy import FLOAT32_BYTES, LATENT_BYTES, FitStrategy
+from compressor.fit.recipe import Recipe
+from compressor.fit.shapes import FLOAT32_BYTES, LATENT_BYTES, FitShapes, MemoryItem, StageCost
 from compressor.fit.student import DEVICE_PART, HOST_BYTES
 
 LIBRARIES_BYTES = 120 << 20  # of torch and glibc's heap beside tensors, as measured
@@ -33,30 +34,31 @@ class FitCost:
     """Predicts memory and time of one fit on one machine."""
 
     shapes: FitShapes
-    strategy: FitStrategy
+    fit_settings: FitSettings
+    recipe: Recipe  # of these settings
     is_cpu: bool
     free_bytes: int  # where models run; some stages use all of it
 
     def stages(self) -> Iterator[StageCost]:
         """Yield the stages in their order."""
-        if self.strategy.fit_settings.calibration.source == "self":
+        if self.fit_settings.calibration.text == "self":
             yield self._sampling()
         yield self._teaching()
-        if self.strategy.fits_layers:
+        if self.recipe.layers is not None:
             yield self._layers()
-        if self.strategy.fit_settings.budget > 1:
+        if self.fit_settings.budget > 1:
             yield self._upgrades()
-        if self.strategy.distillation.epochs:
+        if self.recipe.distillation.epochs:
             yield self._distilling()
         yield self._measuring()
 
     @property
     def _length(self) -> int:
-        return self.strategy.fit_settings.calibration.length
+        return self.fit_settings.calibration.length
 
     @property
     def _num_samples(self) -> int:
-        return self.strategy.fit_settings.calibration.samples
+        return self.fit_settings.calibration.samples
 
     @property
     def _validation_tokens(self) -> int:
@@ -67,13 +69,13 @@ class FitCost:
     def _train_tokens(self) -> tuple[int, int]:
         """Tokens of the layer stage and of the end-to-end stage."""
         num_train = self._num_samples - num_held_out(self._num_samples)
-        parts = self.strategy.split(num_train, self.shapes.widest)
+        parts = self.recipe.split(num_train, self.shapes.widest)
         layers, end_to_end = (len(range(num_train)[part]) * self._length for part in parts)
         return layers, end_to_end
 
     @property
     def _batch_tokens(self) -> int:
-        return min(self.strategy.batch_tokens, self._train_tokens[1])
+        return min(self.recipe.batch_tokens, self._train_tokens[1])
 
     @property
     def _forward_operations(self) -> float:
@@ -146,8 +148,8 @@ class FitCost:
         widths = shapes.input_widths(shapes.largest_block)
         forwards = self._forward_operations * tokens * (1 + len(widths) / 2)
         in_block = 2 * self._block_bytes + self._activation_bytes(FORWARD_NUMBERS)
-        in_block += self.strategy.solve_bytes(self._largest_matrix, shapes.widest)
-        of_head = self.strategy.solve_bytes(shapes.embedding_numel, shapes.embedding[1])
+        in_block += self.recipe.solve_bytes(self._largest_matrix, shapes.widest)
+        of_head = self.recipe.solve_bytes(shapes.embedding_numel, shapes.embedding[1])
         solving = max(in_block, 0 if shapes.is_tied else of_head)
         items = [
             self._teacher_head,
@@ -157,7 +159,7 @@ class FitCost:
             ),
             MemoryItem("two blocks and the solution of one matrix", solving, "device"),
         ]
-        return self._stage("fitting layers", items, self.strategy.solve_operations(shapes, tokens) + forwards)
+        return self._stage("fitting layers", items, self.recipe.solve_operations(shapes, tokens) + forwards)
 
     def _upgrades(self) -> StageCost:
         tokens, count = MEASURED_SEQUENCES * self._length, UPGRADES * len(self.shapes.coded)
@@ -170,8 +172,8 @@ class FitCost:
         return self._stage("measuring upgrades", items, count * tokens * self._forward_operations / 2)
 
     def _distilling(self) -> StageCost:
-        shapes, tokens, epochs = self.shapes, self._train_tokens[1], self.strategy.distillation.epochs
-        moves = self.strategy.distillation.moves_signs
+        shapes, tokens, epochs = self.shapes, self._train_tokens[1], self.recipe.distillation.epochs
+        moves = self.recipe.distillation.moves_signs
         weights = sum(shapes.block_numels) + shapes.embedding_numel
         steps = epochs * math.ceil(tokens / self._batch_tokens)
         staying = HOST_BYTES if self.is_cpu else int(DEVICE_PART * self.free_bytes)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from compressor.pairs import TensorPair
 
 MemoryKind = Literal["host", "device"]
+FLOAT32_BYTES, LATENT_BYTES = 4, 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from compressor import resume
-from compressor.config import CompressConfig
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
+from compressor.config import Calibration, CompressConfig, FitSettings
 from compressor.fit.layers import Layerwise
 from compressor.pipeline import compress
 from compressor.resume import SUFFIX, CheckpointStore
@@ -31,7 +29,7 @@ from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=16, length=12, seed=0)
 OURS = FitSettings(SELF, distill_epochs=3, budget=1.2)  # signs move from the second epoch on
-PAPER = FitSettings(SELF, solver="adamw", distill_epochs=2, axis_loss="end")
+PAPER = FitSettings(SELF, recipe="paper", distill_epochs=2, axis_loss="end")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def undisturbed(models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def run(models: TinyModels, out: Path, fit_settings: FitSettings = OURS, **config: Any) -> str:
-    method = "per-axis" if fit_settings.solver == "adamw" else "both"
+    method = "per-axis" if fit_settings.recipe == "paper" else "both"
     settings = {"method": method, "fit_settings": fit_settings, **config}
     return compress(CompressConfig(str(models.base), str(models.finetunes[0]), out, **settings)).digest
 
@@ -135,7 +133,7 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
             run(models, tmp_path / "delta")
     assert not (progress_of(tmp_path / "delta") / "end_to_end.pt").exists()
     (note,) = interrupted.value.__notes__
-    assert "delta.progress keeps what is done so far: go on with --resume" in note
+    assert "delta.progress keeps what is done so far: go on with `resume=True`" in note
     assert run(models, tmp_path / "delta", resume=True) == undisturbed(OURS)
     assert os.listdir(tmp_path) == ["delta"]
 
@@ -173,12 +171,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "epochs": {"fit_settings": replace(OURS, distill_epochs=4)},
     "signs": {"fit_settings": replace(OURS, learn_signs=False)},
     "budget": {"fit_settings": replace(OURS, budget=1.3)},
-    "solver": {"fit_settings": replace(PAPER, distill_epochs=2), "method": "per-axis"},
+    "recipe": {"fit_settings": replace(PAPER, distill_epochs=2), "method": "per-axis"},
 }
 MISTAKEN: dict[str, dict[str, Any]] = {
     "samples": {"fit_settings": replace(OURS, calibration=replace(SELF, samples=2))},
-    "text": {"fit_settings": replace(OURS, calibration=replace(SELF, source="no-such-file.txt"))},
-    "solver": {"fit_settings": PAPER, "method": "both"},
+    "text": {"fit_settings": replace(OURS, calibration=replace(SELF, text="no-such-file.txt"))},
+    "recipe": {"fit_settings": PAPER, "method": "both"},
 }
 
 
@@ -225,7 +223,7 @@ def test_another_file_of_the_same_name_is_other_text(models: TinyModels, tmp_pat
         texts.append(tmp_path / f"{number}" / "text.txt")
         texts[-1].parent.mkdir()
         texts[-1].write_text(f"{number} is what this says. " * 100)
-    own = [replace(OURS, calibration=replace(SELF, source=str(text))) for text in texts]
+    own = [replace(OURS, calibration=replace(SELF, text=str(text))) for text in texts]
     with pytest.MonkeyPatch.context() as patch:
         interrupt_after(patch, 3)
         with pytest.raises(KeyboardInterrupt):
@@ -317,7 +315,7 @@ def test_too_little_memory_is_no_damage(
 
 def test_damaged_inputs_are_other_inputs(models: TinyModels, begun: Path) -> None:
     (progress_of(begun) / "inputs.json").write_bytes(b"\xff{")
-    with pytest.raises(UsageError, match="leave --resume away"):
+    with pytest.raises(UsageError, match="leave `resume` away"):
         run(models, begun, resume=True)
 
 
@@ -327,7 +325,9 @@ def test_a_delta_that_is_not_good_enough_is_written_once_less_is_asked_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(FidelityError, match=r"less than --min-agreement 100\.00%.* --resume with a lower"):
+    with pytest.raises(
+        FidelityError, match=r"less than `min_agreement` 100\.00%.* `resume=True` with a lower"
+    ):
         run(models, tmp_path / "delta", min_agreement=1.0)
     assert os.listdir(tmp_path) == ["delta.progress"]
     monkeypatch.setattr(CheckpointStore, "_keep", lambda *args: pytest.fail("a stage ran again"))
@@ -364,7 +364,9 @@ def test_a_full_disk_is_one_error_after_which_the_run_goes_on(
             run(models, out)
     monkeypatch.undo()
     assert str(caught.value).startswith(f"{progress_of(out)}: ")
-    assert str(caught.value).endswith("free some space for what is done so far and run again with --resume")
+    assert str(caught.value).endswith(
+        "free some space for what is done so far and run again with `resume=True`"
+    )
     assert not any(path.name.startswith(".") for path in progress_of(out).iterdir())
     assert run(models, out, resume=True) == undisturbed(OURS)
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 from compressor import planning
-from compressor.config import CompressConfig
+from compressor.config import Calibration, CompressConfig, FitSettings
 from compressor.decoder import sampling
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
 from compressor.pipeline import compress, plan
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import MemoryTooSmall
@@ -87,10 +85,10 @@ def test_too_little_memory_is_refused_at_once_with_what_is_missing_and_what_need
     assert half < whole
     monkeypatch.setattr(Checkpoint, "read", lambda *args: pytest.fail("weights were read"))
     refusals((whole + half) // 2, monkeypatch)
-    with pytest.raises(MemoryTooSmall, match=r"needs about .* free, .* too little: give --samples 2048$"):
+    with pytest.raises(MemoryTooSmall, match=r"needs about .* free, .* too little: give `samples=2048`$"):
         compress(config)
     refusals(1 << 20, monkeypatch)
-    with pytest.raises(MemoryTooSmall, match="give --calibration none"):
+    with pytest.raises(MemoryTooSmall, match="give `text='none'`"):
         compress(config)
     assert not config.out.exists()
 
@@ -107,7 +105,7 @@ def test_learning_signs_is_given_up_where_less_text_does_not_help(
     )
     assert without < with_signs
     refusals((without + with_signs) // 2, monkeypatch)
-    with pytest.raises(MemoryTooSmall, match="give --no-learn-signs"):
+    with pytest.raises(MemoryTooSmall, match="give `learn_signs=False`"):
         compress(config)
 
 

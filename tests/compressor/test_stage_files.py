@@ -63,7 +63,7 @@ def test_a_state_of_an_older_format_is_refused(older: int | None, stored: Path) 
     path.write_text(
         json.dumps({key: value for key, value in inputs.items() if value is not None}, sort_keys=True)
     )
-    with pytest.raises(UsageError, match=r"other inputs or settings: .* leave --resume away to begin anew"):
+    with pytest.raises(UsageError, match=r"other inputs or settings: .* leave `resume` away to begin anew"):
         CheckpointStore(stored, {"seed": 1}, resume=True)
     assert CheckpointStore(stored, {"seed": 1}, resume=False).load_state("stage") is None
 

@@ -9,11 +9,10 @@ import pytest
 
 from bench.compress import SMALL, measure
 from bench.synthetic import LlamaShapes
-from compressor.fit.calibration import Calibration
+from compressor.config import Calibration, FitSettings
 from compressor.fit.cost import FitCost
-from compressor.fit.fit_settings import FitSettings
+from compressor.fit.fit import recipe_of
 from compressor.fit.shapes import StageCost
-from compressor.fit.strategies import strategy_of
 from tests.compressor.helpers.model_shapes import LLAMA_8B, QWEN_1B5, shapes_of
 
 DEFAULT = FitSettings(Calibration("self", 256))
@@ -23,7 +22,8 @@ GB = 10**9
 def stages_of(
     shapes: LlamaShapes, fit_settings: FitSettings = DEFAULT, *, is_cpu: bool, free: int
 ) -> list[StageCost]:
-    return list(FitCost(shapes_of(shapes), strategy_of(fit_settings, "both"), is_cpu, free).stages())
+    recipe = recipe_of(fit_settings, "both")
+    return list(FitCost(shapes_of(shapes), fit_settings, recipe, is_cpu, free).stages())
 
 
 def peak(stages: list[StageCost], where: str) -> int:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
 
 from compressor.config import Calibration, CompressConfig, FitSettings, OptionField, config_of, options_of
 from deltastore.console import size_text
@@ -28,9 +27,7 @@ from deltastore.errors import PeraxisError, UsageError, shown
 if TYPE_CHECKING:
     from compressor.evaluation import Evaluation
     from compressor.fidelity import Fidelity
-    from compressor.fit.shapes import MemoryItem
     from compressor.pipeline import CompressResult
-    from compressor.planning import Requirements
 
 OPTIONS: Mapping[str, OptionField] = {
     **options_of(CompressConfig),
@@ -118,7 +115,9 @@ def compress(
     ] = None,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Print the memory, time and disk that this would take, and do nothing."),
+        typer.Option(
+            "--plan", help="Print the memory and disk that this would take at most, and do nothing."
+        ),
     ] = False,
     progress: Progress = True,
     as_json: Json = False,
@@ -138,9 +137,9 @@ def compress(
     if plan:
         requirements = run_plan(config)
         if as_json:
-            _print_json(_plan_json(requirements))
+            _print_json(requirements.as_json())
         else:
-            print("\n".join(_plan_lines(requirements)))
+            print("\n".join(requirements.lines()))
         return
     result = run(config)
     if result.artifact_bytes > result.full_bytes:
@@ -216,55 +215,6 @@ def _with_flags(message: str, flags: Mapping[str, str]) -> str:
         return f"{flags[name]} {value}"
 
     return ARGUMENT.sub(flag, message)
-
-
-def _plan_json(requirements: Requirements) -> dict[str, Any]:
-    """Return totals and every stage with its parts, in bytes and seconds."""
-    kinds = requirements.memory_kinds
-    return {
-        "memory": {
-            where: {
-                "bytes": requirements.peak(where),
-                "least_bytes": requirements.peak(where, least=True),
-                "free_bytes": requirements.free[where],
-            }
-            for where in kinds
-        },
-        "disk": {"bytes": requirements.disk_bytes, "free_bytes": requirements.free["disk"]},
-        "seconds": round(sum(requirements.seconds), 1),
-        "stages": [
-            {
-                "name": stage.name,
-                "seconds": round(seconds, 1),
-                **{f"{where}_bytes": stage.num_bytes(where) for where in kinds},
-                "parts": [_item_as_json(item) for item in stage.items],
-            }
-            for stage, seconds in zip(requirements.stages, requirements.seconds, strict=True)
-        ],
-    }
-
-
-def _plan_lines(requirements: Requirements) -> Iterator[str]:
-    """Yield totals, and then each stage with its parts, the largest first."""
-    kinds, free = requirements.memory_kinds, requirements.free
-    for where in kinds:
-        yield (
-            f"{where} memory: {size_text(requirements.peak(where))} at most, "
-            f"{size_text(requirements.peak(where, least=True))} at least; {size_text(free[where])} are free"
-        )
-    yield f"disk: {size_text(requirements.disk_bytes)} beside --out at most; {size_text(free['disk'])} are free"
-    yield f"time: about {tqdm.format_interval(sum(requirements.seconds))}"
-    for stage, seconds in zip(requirements.stages, requirements.seconds, strict=True):
-        sizes = ", ".join(f"{size_text(stage.num_bytes(where))} of {where} memory" for where in kinds)
-        yield f"{stage.name}: {tqdm.format_interval(seconds)}, {sizes}"
-        for item in sorted(stage.items, key=lambda item: -item.num_bytes):
-            suffix = "" if item.where == "host" else " (device)"
-            yield f"  {size_text(item.num_bytes):>8}  {item.what}{suffix}"
-
-
-def _item_as_json(item: MemoryItem) -> dict[str, Any]:
-    least = item.num_bytes if item.least_bytes is None else item.least_bytes
-    return {"what": item.what, "where": item.where, "bytes": item.num_bytes, "least_bytes": least}
 
 
 def _print_compressed(result: CompressResult) -> None:

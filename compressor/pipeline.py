@@ -15,11 +15,11 @@ from torch import Tensor
 from compressor.adapters import finetune_directory
 from compressor.config import CompressConfig, FitSettings
 from compressor.decoder.weights import DeltaModel, base_with_added_rows, finetune_with_own_head
+from compressor.memory import Requirements, check_memory, disk_bytes, requirements_of
 from compressor.model_card.card import check_card_directory, write_card
 from compressor.model_card.facts import DeltaFacts
 from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
 from compressor.pairs import PairCoding, Pairs, changed_names, delta_tensors, pair_up
-from compressor.planning import Requirements, check_memory, disk_bytes, requirements_of
 from compressor.resume import CheckpointStore, open_checkpoint_store
 from compressor.sources import checkpoint_directory, own_files
 from compressor.writer import DeltaContents, WrittenDelta, write_delta
@@ -102,7 +102,7 @@ def _check_outputs(config: CompressConfig) -> None:
 
 
 def plan(config: CompressConfig) -> Requirements:
-    """Return the memory, time and disk that `compress` will take.
+    """Return bounds on the memory and disk that `compress` will take.
 
     Reads headers only, except that an adapter is merged.
 

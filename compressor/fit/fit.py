@@ -26,11 +26,10 @@ from compressor.fit.calibration import calibration_text, split_text
 from compressor.fit.distill import Distillation, Teacher, TeacherTargets, divergence
 from compressor.fit.layers import LayerStage, Layerwise
 from compressor.fit.recipe import LayerInputs, Recipe
-from compressor.fit.shapes import widest_input
 from compressor.fit.student import Student
 from compressor.fit.trainable import Trainable
 from compressor.pairs import TensorPair
-from compressor.resume import CheckpointStore, FittedMatrix, flatten_matrices, unflatten_matrices
+from compressor.resume import CheckpointStore, FittedMatrix, matrices_of, state_of
 from deltastore.console import progress_bar
 from deltastore.errors import UsageError
 from deltastore.format.matrix import MatrixDelta
@@ -108,7 +107,7 @@ class Fit:
             )
         decoder = Decoder(self.finetune, self.fit_settings.torch_device(), torch.float32)
         sequences = self._calibration_text(decoder)
-        widest = widest_input([pair.shape for pair in self.pairs.values()])
+        widest = max((pair.shape[1] for pair in self.pairs.values()), default=1)
         text = TextSplit.of(sequences, self.recipe, widest)
         teacher = Teacher(decoder, decoder.load_head(), self.recipe.batch_tokens)
         validation = teacher.targets(text.validation)
@@ -123,7 +122,7 @@ class Fit:
         return Fitted(deltas, fidelity, base, text.test, len(sequences))
 
     def _calibration_text(self, finetune: Decoder) -> list[Tensor]:
-        stored = self.store.load_tensors("text")
+        stored = self.store.load("text")
         if stored is None:
             calibration = self.fit_settings.calibration
             tokens = calibration.samples * calibration.length if calibration.text == "self" else 0
@@ -135,9 +134,9 @@ class Fit:
                     f"fewer than the {calibration.samples} that were asked for: fitting to those",
                     file=sys.stderr,
                 )
-            stored = {"ids": torch.stack(sequences)}
-            self.store.save_tensors("text", stored)
-        return list(stored["ids"])
+            stored = torch.stack(sequences)
+            self.store.save("text", stored)
+        return list(stored)
 
     def _stored_deltas(self) -> Mapping[str, MatrixDelta] | None:
         """Return the deltas that an interrupted run began to distill; None if it did not get so far."""
@@ -200,10 +199,10 @@ class Fit:
             return deltas
         run, num_done = Distillation(student, targets, settings), 0
         best, least = student.stored(), divergence(student, validation)
-        if (state := self.store.load_state("end_to_end")) is not None:
+        if (state := self.store.load("end_to_end")) is not None:
             run.restore(state["run"])
             num_done, least = state["epochs"], state["least"]
-            best = {name: matrix.delta for name, matrix in unflatten_matrices(state["best"]).items()}
+            best = {name: matrix.delta for name, matrix in matrices_of(state["best"]).items()}
         num_batches = len(targets.batches)
         with progress_bar(settings.epochs * num_batches, "distilling", "step", self.shows_progress) as bar:
             bar.update(num_done * num_batches)
@@ -212,9 +211,9 @@ class Fit:
                 reached = divergence(student, validation)
                 if reached < least or not settings.keeps_best:
                     best, least = student.stored(), reached
-                flat = flatten_matrices({name: FittedMatrix(delta) for name, delta in best.items()})
-                state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": flat}
-                self.store.save_state("end_to_end", state)
+                kept = state_of({name: FittedMatrix(delta) for name, delta in best.items()})
+                state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": kept}
+                self.store.save("end_to_end", state)
         return best
 
     def _test(self, deltas: Mapping[str, MatrixDelta], test: TeacherTargets) -> tuple[Fidelity, Fidelity]:

@@ -20,7 +20,6 @@ from compressor.fit.calibration import batched, with_random_tokens
 from compressor.fit.distill import DistillSettings
 from compressor.fit.layers import LayerStage, StudentBlock
 from compressor.fit.recipe import LayerInputs, Recipe
-from compressor.fit.shapes import FLOAT32_BYTES, FitShapes
 from compressor.fit.signs import CHUNK_WEIGHTS, Problem
 from compressor.fit.solve import Solved, low_rank, quarter_rank, remaining, solve
 from compressor.pairs import TensorPair
@@ -38,9 +37,7 @@ LAYER_TOKENS = 32
 # Part of the tokens of the layer stage that become random ids: other text gains, and the end-to-end stage makes up for
 # what the text itself loses.
 RANDOM_PART = 0.5
-# Operations per weight and input feature, with and without choosing signs.
-SIGN_OPERATIONS, SCALE_OPERATIONS = 60, 20
-FLOAT64_BYTES = 8
+FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 AXES_OF: Mapping[Method, tuple[Axis, ...]] = {
     "scalar": ("scalar",),
     "per-axis": ("out", "in"),
@@ -67,7 +64,6 @@ def recipe(settings: FitSettings, method: Method) -> Recipe:
             "learn_signs": settings.learn_signs,
             "budget": settings.budget,
         },
-        solve_operations=partial(_solve_operations, settings),
         solve_bytes=_solve_bytes,
     )
 
@@ -107,15 +103,6 @@ def solve_layer(
 def _split(length: int, num_train: int, widest: int) -> tuple[slice, slice]:
     enough = math.ceil(LAYER_TOKENS * widest / length)
     return slice(min(enough, num_train)), slice(num_train)
-
-
-def _solve_operations(settings: FitSettings, shapes: FitShapes, num_tokens: int) -> float:
-    """Count the moments of every group of inputs, and the rounds of signs and scales of every matrix."""
-    widths = shapes.input_widths(shapes.largest_block)
-    summing = sum(4.0 * num_tokens * width**2 for width in widths)
-    per_input = SIGN_OPERATIONS if settings.refine_signs else SCALE_OPERATIONS
-    solving = 1.0 * sum(per_input * math.prod(shape) * shape[1] for shape in shapes.coded.values())
-    return len(shapes.blocks) * summing + solving
 
 
 def _solve_bytes(numel: int, in_features: int) -> int:

@@ -48,7 +48,6 @@ from compressor.fit.calibration import batched
 from compressor.fit.distill import DistillSettings
 from compressor.fit.layers import LayerStage, StudentBlock
 from compressor.fit.recipe import LayerInputs, Recipe
-from compressor.fit.shapes import FLOAT32_BYTES, FitShapes
 from compressor.pairs import TensorPair
 from compressor.resume import FittedMatrix
 from deltastore.errors import UsageError
@@ -91,8 +90,7 @@ def recipe(settings: FitSettings, method: Method) -> Recipe:
             "axis_loss": settings.axis_loss,
             "with_scalar": settings.with_scalar,
         },
-        solve_operations=_solve_operations,
-        solve_bytes=lambda numel, in_features: 6 * FLOAT32_BYTES * numel,
+        solve_bytes=_solve_bytes,
     )
 
 
@@ -118,9 +116,9 @@ def _split(num_train: int, widest: int) -> tuple[slice, slice]:
     return slice(cut), slice(cut, num_train)
 
 
-def _solve_operations(shapes: FitShapes, num_tokens: int) -> float:
-    """Count forward and backward products of every epoch, for both axes."""
-    return 6.0 * 2 * VECTOR_EPOCHS * num_tokens * shapes.num_coded
+def _solve_bytes(numel: int, in_features: int) -> int:
+    """Count base, difference and signs in float32, and what AdamW's step makes of them."""
+    return 6 * 4 * numel
 
 
 def end_to_end(settings: FitSettings, method: Method) -> DistillSettings:

@@ -15,7 +15,6 @@ from torch import Tensor
 from compressor.decoder.weights import Weights
 from compressor.fit.distill import DistillSettings
 from compressor.fit.layers import LayerStage
-from compressor.fit.shapes import FitShapes
 from compressor.pairs import TensorPair
 
 
@@ -45,7 +44,5 @@ class Recipe:
     layers: Callable[[LayerInputs], LayerStage] | None
     distillation: DistillSettings  # left out where `epochs` is 0
     settings: Mapping[str, Any]  # that this recipe alone reads and that change an artifact's bytes
-    solve_operations: Callable[[FitShapes, int], float]  # in float32, of all layers from so many tokens
-    solve_bytes: Callable[
-        [int, int], int
-    ]  # in which a matrix of so many weights and input features is solved
+    # Bytes of memory in which a matrix of so many weights and input features is solved.
+    solve_bytes: Callable[[int, int], int]

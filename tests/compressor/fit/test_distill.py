@@ -21,7 +21,7 @@ from compressor.fit import distill
 from compressor.fit.distill import Distillation, DistillSettings, Loss, TeacherTargets, divergence
 from compressor.fit.fit import recipe_of
 from compressor.fit.student import Student
-from compressor.planning import state_bytes
+from compressor.memory import state_bytes
 from compressor.resume import CheckpointStore
 from deltastore.checkpoint import Checkpoint
 from deltastore.format.matrix import unpack_signs
@@ -172,12 +172,12 @@ def test_a_state_goes_on_to_bit_equal_results(models: TinyModels, tmp_path: Path
         student = student_of(models, deltas)
         run, begun = Distillation(student, targets(models), SIGNS), 0
         if resumed:
-            run.restore(store.load_state("end"))
+            run.restore(store.load("end"))
             begun = ends
         for epoch in range(begun, SIGNS.epochs):
             run.epoch(epoch)
             if not resumed and epoch + 1 == ends:
-                store.save_state("end", run.state())
+                store.save("end", run.state())
         found.append((leaves_of(student), student.stored()))
     for one, other in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(one, other)

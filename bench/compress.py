@@ -2,7 +2,7 @@
 
 Each pair is random weights of a Llama's shapes in bfloat16 with a random difference, compressed in a fresh process:
 from weights alone, or, with --fit, fitted to text that the fine-tune writes itself, on smaller models with less text.
-Beside what is measured stands what `compress --plan` predicts. Memory is what that process grows by after its imports,
+Beside what is measured stands the bound of `compress --plan`. Memory is what that process grows by after its imports,
 at its peak. Files are read with `pread`, so the page cache is no part of it.
 """
 
@@ -27,11 +27,8 @@ from torch import Tensor
 from bench.process import memory_of, reset_peak
 from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
-from compressor.codec import Method
-from compressor.config import CompressConfig
+from compressor.config import Calibration, CompressConfig, FitSettings, Method
 from compressor.convert.merge import OutputTensor, split_into_shards, write_index, write_shard
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
 from compressor.pipeline import compress, plan
 from deltastore.base import architecture
 from deltastore.console import table
@@ -61,8 +58,7 @@ class CompressFigure:
     seconds: float
     growth_bytes: int
     artifact_bytes: int
-    predicted_seconds: float
-    predicted_bytes: int
+    bound_bytes: int
 
     @property
     def ratio(self) -> float:
@@ -76,8 +72,7 @@ class CompressFigure:
             "peak_growth_bytes": self.growth_bytes,
             "growth_over_largest_tensor": round(self.ratio, 3),
             "artifact_bytes": self.artifact_bytes,
-            "predicted_seconds": round(self.predicted_seconds, 2),
-            "predicted_growth_bytes": self.predicted_bytes,
+            "bound_bytes": self.bound_bytes,
         }
 
 
@@ -95,9 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "weights",
         "largest tensor, MB",
         "seconds",
-        "predicted",
         "peak growth, MB",
-        "predicted",
+        "bound, MB",
         "growth / largest tensor",
         "artifact, MB",
     )
@@ -180,8 +174,7 @@ def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
         "seconds": seconds,
         "growth_bytes": growth,
         "artifact_bytes": result.artifact_bytes,
-        "predicted_seconds": sum(needs.seconds),
-        "predicted_bytes": needs.peak("host"),
+        "bound_bytes": needs.peak("host"),
     }
 
 
@@ -190,9 +183,8 @@ def _row(figure: CompressFigure) -> tuple[str, ...]:
         f"{figure.num_weights / 1e6:.0f}M",
         f"{figure.largest_bytes / 1e6:.1f}",
         f"{figure.seconds:.1f}",
-        f"{figure.predicted_seconds:.1f}",
         f"{figure.growth_bytes / 1e6:.1f}",
-        f"{figure.predicted_bytes / 1e6:.1f}",
+        f"{figure.bound_bytes / 1e6:.1f}",
         f"{figure.ratio:.2f}",
         f"{figure.artifact_bytes / 1e6:.1f}",
     )

@@ -161,7 +161,7 @@ def _peft() -> ModuleType:
         import peft
     except ImportError as error:
         raise UsageError(
-            "--finetune is an adapter, and merging it needs peft: pip install 'peraxis[lora]'"
+            "the fine-tune is an adapter, and merging it needs peft: pip install 'peraxis[lora]'"
         ) from error
     return peft
 

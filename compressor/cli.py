@@ -1,33 +1,46 @@
-"""The commands `compress`, `merge`, `eval` and `import`: parse options, make a config, call one function, print."""
+"""The commands `compress`, `merge`, `eval` and `import`: parse options, make a config, call one function, print.
+
+The options of `compress` are the fields of `config.py`. An error of a library function names its arguments in
+backticks; a command turns these into flags.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
 
+from compressor.config import Calibration, CompressConfig, FitSettings, OptionField, config_of, options_of
 from deltastore.console import size_text
-from deltastore.errors import UsageError, shown
+from deltastore.errors import PeraxisError, UsageError, shown
 
 if TYPE_CHECKING:
-    from compressor.evaluate.evaluation import Evaluation
-    from compressor.evaluate.fidelity import Fidelity
-    from compressor.fit.shapes import MemoryItem
+    from compressor.evaluation import Evaluation
+    from compressor.fidelity import Fidelity
     from compressor.pipeline import CompressResult
-    from compressor.planning import Requirements
 
-SAMPLES, PAPER_RATE = 256, 1e-4
-# Defaults of the options that calibration text needs, that lstsq reads and that adamw reads.
-TEXT_OPTIONS = {"--samples": SAMPLES, "--seed": 0, "--distill-epochs": None, "--resume": False}
-LSTSQ_OPTIONS = {"--no-refine-signs": True, "--no-learn-signs": True}
-ADAMW_OPTIONS = {"--rate": PAPER_RATE, "--cosine": False, "--axis-loss": "layer", "--with-scalar": False}
-FITTING, PAPER = "Fitting to text", "The paper's recipe"
+OPTIONS: Mapping[str, OptionField] = {
+    **options_of(CompressConfig),
+    **options_of(FitSettings),
+    **options_of(Calibration),
+}
+# The flags that do not have the name of their option.
+OTHER_FLAGS = {name: field.option.flag for name, field in OPTIONS.items() if field.option.flag}
+RECIPE_OF_SOLVER = {"lstsq": "ours", "adamw": "paper"}
+# An argument in an error of a library function, as `name` or `name=value`.
+ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 
+Command = Callable[..., None]
 app = typer.Typer(no_args_is_help=True)
 
 Base = Annotated[str, typer.Option("--base", metavar="DIR|HF_ID", help="The base: a directory or a hub id.")]
@@ -35,208 +48,109 @@ Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show p
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
 
+def names_flags(others: Mapping[str, str]) -> Callable[[Command], Command]:
+    """Name flags in a command's errors, where library functions name arguments, and print the notes of errors.
+
+    Args:
+        others: the flags of arguments that have another name, by argument.
+    """
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def called(**given: Any) -> None:
+            flags = {**{name: _flag(name) for name in given}, **others}
+            try:
+                command(**given)
+            except BaseException as error:
+                for note in getattr(error, "__notes__", ()):
+                    print(_with_flags(note, flags), file=sys.stderr)
+                if isinstance(error, PeraxisError):
+                    error.args = (_with_flags(str(error), flags),)
+                raise
+
+        return called
+
+    return decorate
+
+
+def takes_options(command: Command) -> Command:
+    """Give a command with `**options` the options of `compress`."""
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    named = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    parameters = [*(_parameter(name, field) for name, field in OPTIONS.items()), *named]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _parameter(name: str, field: OptionField) -> inspect.Parameter:
+    flag, shows = OTHER_FLAGS.get(name, _flag(name)), field.option
+    option = typer.Option(
+        f"{flag}/--no-{flag[2:]}" if field.default is True else flag,
+        help=shows.help,
+        metavar=shows.metavar,
+        rich_help_panel=shows.panel,
+    )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if field.default is MISSING else field.default,
+        annotation=Annotated[field.kind, option],
+    )
+
+
+def _flag(argument: str) -> str:
+    return f"--{argument.replace('_', '-')}"
+
+
 @app.command()
+@takes_options
+@names_flags(OTHER_FLAGS)
 def compress(
-    base: Base,
-    finetune: Annotated[
-        str,
-        typer.Option(
-            "--finetune",
-            metavar="DIR|HF_ID",
-            help="The fine-tune: a directory or a hub id, of a checkpoint or a LoRA adapter.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.safetensors", help="The artifact to write.")],
-    method: Annotated[
-        Literal["scalar", "per-axis", "both"],
-        typer.Option(
-            "--method",
-            help="Scales of each matrix: a single one; one per row or column; or one per row and one per column.",
-        ),
-    ] = "both",
-    embeddings: Annotated[
-        Literal["compress", "whole"],
-        typer.Option(
-            "--embeddings", help="Code embedding and output head at one bit, or store them as they are."
-        ),
-    ] = "compress",
-    budget: Annotated[
-        float,
-        typer.Option(
-            "--budget",
-            help="Size as a multiple of one bit per weight; 1.10 adds 10%, spent where it gains most.",
-        ),
-    ] = 1.0,
-    calibration: Annotated[
-        str,
-        typer.Option(
-            "--calibration",
-            metavar="self|none|FILE|DATASET",
-            help="Text to fit to: sampled from the fine-tune itself, a .txt or .jsonl file, or a data set of the hub; "
-            "'none' fits the weights alone.",
-            rich_help_panel=FITTING,
-        ),
-    ] = "self",
-    samples: Annotated[
-        int,
-        typer.Option(
-            "--samples",
-            help="Number of sequences of calibration text; a tenth is held out.",
-            rich_help_panel=FITTING,
-        ),
-    ] = SAMPLES,
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed for sampling calibration text.", rich_help_panel=FITTING)
-    ] = 0,
-    refine_signs: Annotated[
-        bool,
-        typer.Option(
-            "--refine-signs/--no-refine-signs",
-            help="Choose signs by what they do to a layer's output.",
-            rich_help_panel=FITTING,
-        ),
-    ] = True,
-    distill_epochs: Annotated[
-        int | None,
-        typer.Option(
-            "--distill-epochs",
-            help="Passes over the text that train the delta end to end; 0 trains nothing. By default 3; with adamw 5, "
-            "or 1 for scalar.",
-            rich_help_panel=FITTING,
-        ),
-    ] = None,
-    learn_signs: Annotated[
-        bool,
-        typer.Option(
-            "--learn-signs/--no-learn-signs",
-            help="Let signs move end to end, at two bytes of host memory each.",
-            rich_help_panel=FITTING,
-        ),
-    ] = True,
+    *,
+    context: typer.Context,
     solver: Annotated[
-        Literal["lstsq", "adamw"],
-        typer.Option(
-            "--solver",
-            help="Fit by least squares and KL distillation, or by AdamW: as the paper does with --method per-axis, as "
-            "BitDelta does with scalar.",
-            rich_help_panel=PAPER,
-        ),
-    ] = "lstsq",
-    rate: Annotated[
-        float, typer.Option("--rate", help="Learning rate of adamw.", rich_help_panel=PAPER)
-    ] = PAPER_RATE,
-    cosine: Annotated[
-        bool,
-        typer.Option(
-            "--cosine",
-            help="Lower the rate along a cosine in the stage that fits layers.",
-            rich_help_panel=PAPER,
-        ),
-    ] = False,
-    axis_loss: Annotated[
-        Literal["layer", "end"],
-        typer.Option(
-            "--axis-loss",
-            help="Loss that chooses the axis of a matrix: that of its layer's output, or of the whole model's.",
-            rich_help_panel=PAPER,
-        ),
-    ] = "layer",
-    with_scalar: Annotated[
-        bool,
-        typer.Option("--with-scalar", help="Try a single scale for each matrix, too.", rich_help_panel=PAPER),
-    ] = False,
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            "--report",
-            metavar="DIR",
-            help="Write a model card (README.md) and its figures there; needs the extra 'report'.",
-        ),
+        Literal["lstsq", "adamw"] | None,
+        typer.Option("--solver", hidden=True, help="The old name of --recipe."),
     ] = None,
-    min_agreement: Annotated[
-        float | None,
-        typer.Option(
-            "--min-agreement",
-            help="Fail, and write nothing, if fewer held-out tokens than this share (0 to 1) come out the same.",
-        ),
-    ] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Device to fit on.")
-    ] = "auto",
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where an interrupted run for the same --out ended.")
-    ] = False,
     plan: Annotated[
         bool,
-        typer.Option("--plan", help="Print the memory, time and disk that this would take, and do nothing."),
+        typer.Option(
+            "--plan", help="Print the memory and disk that this would take at most, and do nothing."
+        ),
     ] = False,
     progress: Progress = True,
     as_json: Json = False,
+    **options: Any,
 ) -> None:
     """Make a delta from a base and its fine-tune.
 
     Example: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors
     """
-    values = {
-        "--samples": samples,
-        "--seed": seed,
-        "--distill-epochs": distill_epochs,
-        "--resume": resume,
-        "--no-refine-signs": refine_signs,
-        "--no-learn-signs": learn_signs,
-        "--rate": rate,
-        "--cosine": cosine,
-        "--axis-loss": axis_loss,
-        "--with-scalar": with_scalar,
-    }
-    _check_options(calibration, solver, budget, values)
+    if solver is not None:
+        options["recipe"] = _recipe_of_solver(solver, context)
+    config = config_of(**options, progress=progress)
     # Deferred, because importing torch takes seconds and `--help` needs none of it.
-    from compressor.config import CompressConfig
-    from compressor.fit.calibration import Calibration
-    from compressor.fit.fit_settings import FitSettings
     from compressor.pipeline import compress as run
     from compressor.pipeline import plan as run_plan
 
-    fit_settings = None
-    if calibration != "none":
-        fit_settings = FitSettings(
-            Calibration(calibration, samples, seed=seed),
-            solver=solver,
-            refine_signs=refine_signs,
-            learn_signs=learn_signs,
-            distill_epochs=distill_epochs,
-            budget=budget,
-            device=device,
-            rate=rate,
-            cosine=cosine,
-            axis_loss=axis_loss,
-            with_scalar=with_scalar,
-        )
-    config = CompressConfig(
-        base, finetune, out, method, embeddings, progress, fit_settings, min_agreement, resume, report
-    )
     if plan:
         requirements = run_plan(config)
         if as_json:
-            _print_json(_plan_json(requirements))
+            _print_json(requirements.as_json())
         else:
-            print("\n".join(_plan_lines(requirements)))
+            print("\n".join(requirements.lines()))
         return
-    try:
-        result = run(config)
-    except BaseException as error:
-        for note in getattr(error, "__notes__", ()):
-            print(note, file=sys.stderr)
-        raise
+    result = run(config)
     if result.artifact_bytes > result.full_bytes:
         print(
-            f"warning: {out}: {size_text(result.artifact_bytes)}, more than the fine-tune itself at 16 bits "
+            f"warning: {result.out}: {size_text(result.artifact_bytes)}, more than the fine-tune itself at 16 bits "
             f"({size_text(result.full_bytes)}), because tensors that are no matrices are stored whole",
             file=sys.stderr,
         )
     if not result.manifest.tensors:
         print(
-            f"warning: {out}: the fine-tune's tensors are the base's, so this delta changes nothing: "
+            f"warning: {result.out}: the fine-tune's tensors are the base's, so this delta changes nothing: "
             "check --finetune and --base",
             file=sys.stderr,
         )
@@ -247,6 +161,7 @@ def compress(
 
 
 @app.command()
+@names_flags({})
 def merge(
     base: Base,
     delta: Annotated[Path, typer.Option("--delta", metavar="FILE", help="The artifact.")],
@@ -275,72 +190,31 @@ def merge(
     )
 
 
-def _check_options(calibration: str, solver: str, budget: float, values: Mapping[str, object]) -> None:
-    """Refuse options that would have no effect, instead of ignoring them."""
-    defaults: dict[str, object] = {**TEXT_OPTIONS, **LSTSQ_OPTIONS, **ADAMW_OPTIONS}
-    given = [option for option, default in defaults.items() if values[option] != default]
-    if calibration == "none":
-        if budget != 1.0 or solver != "lstsq":
-            raise UsageError(
-                "--budget and --solver adamw need calibration text: give --calibration self or a file"
-            )
-        if given:
-            raise UsageError(
-                f"{given[0]} does nothing without calibration text: give --calibration self or a file"
-            )
-        return
-    unread, reader = (ADAMW_OPTIONS, "adamw") if solver == "lstsq" else (LSTSQ_OPTIONS, "lstsq")
-    if idle := [option for option in given if option in unread]:
-        raise UsageError(f"{idle[0]} does nothing with the other solver: give --solver {reader} with it")
+def _recipe_of_solver(solver: str, context: typer.Context) -> str:
+    """Return the recipe that `--solver` asks for by its old name, and say its new one."""
+    recipe, given = RECIPE_OF_SOLVER[solver], context.get_parameter_source("recipe")
+    if given is not None and given.name != "DEFAULT":
+        raise UsageError(f"--solver {solver} is the old name of --recipe {recipe}: give --recipe alone")
+    print(f"--solver {solver} is now --recipe {recipe}", file=sys.stderr)
+    return recipe
 
 
-def _plan_json(requirements: Requirements) -> dict[str, Any]:
-    """Return totals and every stage with its parts, in bytes and seconds."""
-    kinds = requirements.memory_kinds
-    return {
-        "memory": {
-            where: {
-                "bytes": requirements.peak(where),
-                "least_bytes": requirements.peak(where, least=True),
-                "free_bytes": requirements.free[where],
-            }
-            for where in kinds
-        },
-        "disk": {"bytes": requirements.disk_bytes, "free_bytes": requirements.free["disk"]},
-        "seconds": round(sum(requirements.seconds), 1),
-        "stages": [
-            {
-                "name": stage.name,
-                "seconds": round(seconds, 1),
-                **{f"{where}_bytes": stage.num_bytes(where) for where in kinds},
-                "parts": [_item_as_json(item) for item in stage.items],
-            }
-            for stage, seconds in zip(requirements.stages, requirements.seconds, strict=True)
-        ],
-    }
+def _with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Replace each of a command's arguments that stands in backticks by its flag."""
 
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in flags:
+            return found[0]
+        if value is None or value == "True":
+            return flags[name]
+        if value == "False":
+            return f"--no-{flags[name][2:]}"
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+        return f"{flags[name]} {value}"
 
-def _plan_lines(requirements: Requirements) -> Iterator[str]:
-    """Yield totals, and then each stage with its parts, the largest first."""
-    kinds, free = requirements.memory_kinds, requirements.free
-    for where in kinds:
-        yield (
-            f"{where} memory: {size_text(requirements.peak(where))} at most, "
-            f"{size_text(requirements.peak(where, least=True))} at least; {size_text(free[where])} are free"
-        )
-    yield f"disk: {size_text(requirements.disk_bytes)} beside --out at most; {size_text(free['disk'])} are free"
-    yield f"time: about {tqdm.format_interval(sum(requirements.seconds))}"
-    for stage, seconds in zip(requirements.stages, requirements.seconds, strict=True):
-        sizes = ", ".join(f"{size_text(stage.num_bytes(where))} of {where} memory" for where in kinds)
-        yield f"{stage.name}: {tqdm.format_interval(seconds)}, {sizes}"
-        for item in sorted(stage.items, key=lambda item: -item.num_bytes):
-            suffix = "" if item.where == "host" else " (device)"
-            yield f"  {size_text(item.num_bytes):>8}  {item.what}{suffix}"
-
-
-def _item_as_json(item: MemoryItem) -> dict[str, Any]:
-    least = item.num_bytes if item.least_bytes is None else item.least_bytes
-    return {"what": item.what, "where": item.where, "bytes": item.num_bytes, "least_bytes": least}
+    return ARGUMENT.sub(flag, message)
 
 
 def _print_compressed(result: CompressResult) -> None:
@@ -375,6 +249,7 @@ def _print_json(document: Any) -> None:
 
 
 @app.command("import")
+@names_flags({})
 def import_(
     kind: Annotated[
         Literal["bitdelta", "per-axis"],
@@ -434,6 +309,7 @@ def import_(
 
 
 @app.command("eval")
+@names_flags({})
 def evaluate(
     base: Annotated[
         str, typer.Option("--base", metavar="DIR|HF_ID", help="The base: a directory or a hub id.")
@@ -478,8 +354,8 @@ def evaluate(
     if not all(names):
         raise UsageError(f"--tasks {tasks!r}: give names or .yaml files with a comma between two")
     # Deferred, because importing torch takes seconds and `--help` needs none of it.
-    from compressor.evaluate.evaluation import EvalConfig
-    from compressor.evaluate.evaluation import evaluate as run
+    from compressor.evaluation import EvalConfig
+    from compressor.evaluation import evaluate as run
 
     result = run(EvalConfig(base, finetune, delta, text, samples, names, progress))
     if as_json:

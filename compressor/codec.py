@@ -1,10 +1,10 @@
 """Code one matrix at one bit per weight, from weights alone: its signs and the scales of least squares.
 
-Reads a difference as float32 row blocks, any number of times; independent of files, names and models. Memory holds one
-row block per thread, the packed signs (1/16 of a 16-bit matrix) and a few vectors.
+Reads a weight difference D = W_f - W_b as float32 row blocks, any number of times; independent of files, names and
+models. Memory holds one row block per thread, the packed signs (1/16 of a 16-bit matrix) and a few vectors.
 
-With signs B = sign(D), the error of any scales is that of |D|: ||D - (u v') o B|| = || |D| - u v' ||. So one scale, one
-per row and one per column are means of |D|, and both together are its best approximation of rank one.
+With the sign mask B = sign(D), the error of any scales is that of |D|: ||D - (u v') o B|| = || |D| - u v' ||. So one
+scale, one per row and one per column are means of |D|, and both together are its best approximation of rank one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from compressor.config import Method
 from deltastore.format.matrix import MatrixDelta, SignPlane, pack_signs, packed_width
 
 T = TypeVar("T")
@@ -56,14 +57,13 @@ def workers() -> Iterator[Map]:
         torch.set_num_threads(num_threads)
 
 
-Method = Literal["scalar", "per-axis", "both"]
 MAX_ALTERNATIONS = 10
 # Relative change of a scale vector. FP16 rounds it by 5e-4.
 CONVERGED = 1e-5
 
 
 class Difference(Protocol):
-    """A matrix difference that can be read any number of times."""
+    """A weight difference that can be read any number of times."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

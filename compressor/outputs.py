@@ -13,21 +13,21 @@ def check_not_an_input(out: Path, inputs: Mapping[str, str | Path | None]) -> No
     """Refuse an `out` that is an input or lies in one.
 
     Args:
-        inputs: a file, directory or hub id by option; a hub id cannot be overwritten.
+        inputs: a file, directory or hub id by the argument that named it; a hub id cannot be overwritten.
 
     Raises:
         UsageError: the input that would be overwritten.
     """
     target = out.resolve()
-    for option, source in inputs.items():
+    for argument, source in inputs.items():
         if source is None or not Path(source).exists():
             continue
         path = Path(source).resolve()
         if path == target or path in target.parents:
             relation = "is" if path == target else "lies in"
             raise UsageError(
-                f"--out {out}: it {relation} {source}, which {option} reads: "
-                "give --out the name of a file or directory elsewhere"
+                f"`out` {out}: it {relation} {source}, which `{argument}` reads: "
+                "give `out` the name of a file or directory elsewhere"
             )
 
 
@@ -39,11 +39,11 @@ def check_file_name(out: Path) -> None:
     """
     if out.is_dir() or not out.parent.is_dir():
         reason = f"{out} is a directory" if out.is_dir() else f"{out.parent}: no such directory"
-        raise UsageError(f"{reason}: give --out the name of a file in a directory that exists")
+        raise UsageError(f"{reason}: give `out` the name of a file in a directory that exists")
 
 
 def check_free_disk(
-    directory: Path, needed_bytes: int, consumer: str, way_out: str = "choose another --out"
+    directory: Path, needed_bytes: int, consumer: str, way_out: str = "choose another `out`"
 ) -> None:
     """Refuse a `directory` with less than `needed_bytes` free.
 

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.codec import Coded, Map, Method, code_matrix, measured, row_blocks, workers
+from compressor.codec import Coded, Map, code_matrix, measured, row_blocks, workers
+from compressor.config import Method
 from compressor.writer import CodedMatrix, DeltaTensor
 from deltastore.base import architecture, different_facts
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from compressor.adapters import finetune_directory
-from compressor.config import CompressConfig
+from compressor.config import CompressConfig, FitSettings
 from compressor.decoder.weights import DeltaModel, base_with_added_rows, finetune_with_own_head
+from compressor.memory import Requirements, check_memory, disk_bytes, requirements_of
 from compressor.model_card.card import check_card_directory, write_card
 from compressor.model_card.facts import DeltaFacts
 from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
 from compressor.pairs import PairCoding, Pairs, changed_names, delta_tensors, pair_up
-from compressor.planning import Requirements, check_memory, disk_bytes, requirements_of
 from compressor.resume import CheckpointStore, open_checkpoint_store
 from compressor.sources import checkpoint_directory, own_files
 from compressor.writer import DeltaContents, WrittenDelta, write_delta
@@ -35,10 +35,10 @@ from deltastore.memory import return_freed_memory
 # For types alone, because it imports transformers, which takes seconds.
 if TYPE_CHECKING:
     from compressor.fit.fit import Fitted
-    from compressor.fit.fit_settings import FitSettings
 
 MAX_ID_CHARS = 512  # of a base, in a manifest
 NUM_EXAMPLES = 4  # in a model card
+SOLVERS = {"ours": "lstsq", "paper": "adamw"}  # by recipe, their names in a manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,12 @@ class CompressResult(WrittenDelta):
 
     seconds: float
     peak_memory_bytes: int  # growth of the process's peak resident memory
+
+    @property
+    def kl(self) -> float | None:
+        """KL divergence to the fine-tune on held-out text, in nats per token; None without text."""
+        held_out = self.manifest.fidelity.get("held_out")
+        return None if held_out is None else float(held_out["kl"])
 
     def as_json(self) -> dict[str, Any]:
         cost = {"seconds": self.seconds, "peak_memory_bytes": self.peak_memory_bytes}
@@ -88,15 +94,15 @@ def compress(config: CompressConfig) -> CompressResult:
 
 
 def _check_outputs(config: CompressConfig) -> None:
-    text = None if config.fit_settings is None else config.fit_settings.calibration.source
-    inputs = {"--base": config.base, "--finetune": config.finetune, "--calibration": text}
+    text = None if config.fit_settings is None else config.fit_settings.calibration.text
+    inputs = {"base": config.base, "finetune": config.finetune, "text": text}
     check_not_an_input(config.out, inputs)
     if config.report is not None:
         check_card_directory(config.report)
 
 
 def plan(config: CompressConfig) -> Requirements:
-    """Return the memory, time and disk that `compress` will take.
+    """Return bounds on the memory and disk that `compress` will take.
 
     Reads headers only, except that an adapter is merged.
 
@@ -139,11 +145,11 @@ def _contents(
     deltas = {} if fitted is None else fitted.deltas
     return DeltaContents(
         base=base,
-        method=config.method,
+        method=config.scales,
         tied=pairs.tied,
-        tensors=delta_tensors(pairs, PairCoding(_coded_names(config, pairs), config.method, deltas)),
+        tensors=delta_tensors(pairs, PairCoding(_coded_names(config, pairs), config.scales, deltas)),
         files=files,
-        settings=config.settings(),
+        settings=settings_of(config),
         num_sequences=None if fitted is None else fitted.num_sequences,
         # 0 stands where no matrix differs; else `write_delta` replaces it.
         fidelity={"weight_error": 0.0} | ({} if fitted is None else fitted.as_json()),
@@ -155,7 +161,7 @@ def _write_card(
 ) -> None:
     """Write the model card, with continuations of test text if there is any."""
     # Deferred, because it imports transformers, which takes seconds.
-    from compressor.evaluate.tasks import examples
+    from compressor.tasks import examples
 
     finetune_id = Path(config.finetune).name if Path(config.finetune).is_dir() else config.finetune
     device = torch.device("cpu") if config.fit_settings is None else config.fit_settings.torch_device()
@@ -174,8 +180,7 @@ def _fit(
 ) -> Fitted:
     """Fit the deltas of the matrices that differ to calibration text."""
     # Deferred, because it imports transformers, which takes seconds.
-    from compressor.fit.fit import Fit
-    from compressor.fit.strategies import strategy_of
+    from compressor.fit.fit import Fit, recipe_of
 
     spare_bytes = int((fit_settings.budget - 1) * _one_bit_plan(config, pairs).device_bytes)
     fitted_names = coded & changed_names(pairs)
@@ -184,7 +189,9 @@ def _fit(
         pairs={pair.name: pair for pair in pairs.tensors if pair.name in fitted_names},
         base=base_with_added_rows(pairs),
         finetune=finetune_with_own_head(pairs),
-        strategy=strategy_of(fit_settings, config.method),
+        fit_settings=fit_settings,
+        method=config.scales,
+        recipe=recipe_of(fit_settings, config.scales),
         spare_bytes=spare_bytes,
         store=store,
         shows_progress=config.progress,
@@ -200,8 +207,32 @@ def _inputs(
         "base": base.fingerprint,
         "finetune": identify_base(finetune, config.progress).fingerprint,
         "version": version("peraxis"),
-        "settings": config.settings(),
-        "text": fit_settings.calibration.source,
+        "settings": settings_of(config),
+        "text": fit_settings.calibration.text,
+    }
+
+
+def settings_of(config: CompressConfig) -> dict[str, Any]:
+    """Return the settings that change an artifact's bytes, without paths, as its manifest has them."""
+    settings = {"method": config.scales, "calibration": "none", "embeddings": config.embeddings}
+    if config.fit_settings is None:
+        return settings
+    # Deferred, because it imports transformers, which takes seconds.
+    from compressor.fit.fit import recipe_of
+
+    calibration = config.fit_settings.calibration
+    recipe = recipe_of(config.fit_settings, config.scales)
+    text = {
+        "source": Path(calibration.text).name,
+        "samples": calibration.samples,
+        "length": calibration.length,
+        "seed": calibration.seed,
+    }
+    return settings | {
+        "calibration": text,
+        "solver": SOLVERS[config.fit_settings.recipe],
+        "distill_epochs": recipe.distillation.epochs,
+        **recipe.settings,
     }
 
 
@@ -209,8 +240,8 @@ def _check_agreement(config: CompressConfig, fitted: Fitted) -> None:
     if config.min_agreement is not None and fitted.fidelity.agreement < config.min_agreement:
         raise FidelityError(
             f"{config.finetune}: the delta agrees with it on {fitted.fidelity.agreement:.2%} of held-out tokens, less "
-            f"than --min-agreement {config.min_agreement:.2%}: give a larger --budget, more --samples or text nearer "
-            "its use, or --resume with a lower --min-agreement"
+            f"than `min_agreement` {config.min_agreement:.2%}: give a larger `budget`, more `samples` or text nearer "
+            "its use, or `resume=True` with a lower `min_agreement`"
         )
 
 

@@ -19,8 +19,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from deltastore.errors import StorageFull, UsageError
@@ -29,8 +27,9 @@ from deltastore.memory import is_out_of_memory
 
 SUFFIX = ".progress"
 INPUTS = "inputs.json"
-STATE_FORMAT = 2  # of the stages' files; raised by every change of names or contents that a resumed run reads
+STATE_FORMAT = 3  # of the stages' files; raised by every change of names or contents that a resumed run reads
 CHECKSUM = "checksum"  # the key under which a file holds the CRC-32 of its content
+PLANE = ("signs", "in_features", "gain", "scale_out", "scale_in")  # the fields of a SignPlane, in their order
 FULL_BYTES = 1 << 20  # with less free, a failed write is reported as a full disk
 
 
@@ -54,7 +53,7 @@ class CheckpointStore:
         if not self._is_other_run and (self.directory / INPUTS).read_bytes() != self._inputs:
             raise UsageError(
                 f"{self.directory}: it was left by a run with other inputs or settings: give the same ones, or leave "
-                "--resume away to begin anew"
+                "`resume` away to begin anew"
             )
 
     def discard(self) -> None:
@@ -67,38 +66,11 @@ class CheckpointStore:
         """True if this run has stages to resume."""
         return not self._is_other_run and self.directory.is_dir()
 
-    def load_tensors(self, stage: str) -> dict[str, Tensor] | None:
-        """Return the tensors of a stage; None if it has not ended, or its file is damaged: compute it again."""
-        path = self.directory / f"{stage}.safetensors"
-        if self._is_other_run or not path.is_file():
-            return None
-        try:
-            with safe_open(path, framework="pt") as opened:
-                noted = (opened.metadata() or {}).get(CHECKSUM)
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-        except (OSError, SafetensorError):
-            noted, tensors = None, {}
-        if noted == str(checksum(tensors)):
-            return tensors
-        _report_damage(path)
-        return None
+    def load(self, stage: str) -> Any:
+        """Return the state of a stage: tensors and numbers in dicts, lists and tuples.
 
-    def save_tensors(self, stage: str, tensors: Mapping[str, Tensor]) -> None:
-        # Cloned, because safetensors refuses tensors that share memory.
-        own = {name: tensor.clone() for name, tensor in tensors.items()}
-        noted = {CHECKSUM: str(checksum(own))}
-        self._keep(f"{stage}.safetensors", lambda path: save_file(own, path, metadata=noted))
-
-    def load_matrices(self, stage: str) -> dict[str, FittedMatrix] | None:
-        """Return the fitted matrices of a stage by name; None as `load_tensors` does."""
-        tensors = self.load_tensors(stage)
-        return None if tensors is None else unflatten_matrices(tensors)
-
-    def save_matrices(self, stage: str, matrices: Mapping[str, FittedMatrix]) -> None:
-        self.save_tensors(stage, flatten_matrices(matrices))
-
-    def load_state(self, stage: str) -> Any:
-        """Return a state of tensors in dicts, lists and tuples; None if none was saved, or its file is damaged."""
+        None if the stage has not ended, or if its file is damaged: compute it again.
+        """
         path = self.directory / f"{stage}.pt"
         if self._is_other_run or not path.is_file():
             return None
@@ -110,12 +82,21 @@ class CheckpointStore:
             loaded = None
         if isinstance(loaded, dict) and loaded.get(CHECKSUM) == checksum(loaded.get(stage)):
             return loaded[stage]
-        _report_damage(path)
+        # A power loss tears files that were written and not yet on the disk.
+        print(f"{path}: it is damaged: this stage is computed again", file=sys.stderr)
         return None
 
-    def save_state(self, stage: str, state: Any) -> None:
+    def save(self, stage: str, state: Any) -> None:
         noted = {stage: state, CHECKSUM: checksum(state)}
         self._keep(f"{stage}.pt", lambda path: torch.save(noted, path))
+
+    def load_matrices(self, stage: str) -> dict[str, FittedMatrix] | None:
+        """Return the fitted matrices of a stage by name; None as `load` does."""
+        state = self.load(stage)
+        return None if state is None else matrices_of(state)
+
+    def save_matrices(self, stage: str, matrices: Mapping[str, FittedMatrix]) -> None:
+        self.save(stage, state_of(matrices))
 
     def _check_directory(self) -> None:
         """Refuse a directory of that name that no run made, because it would be removed."""
@@ -129,7 +110,7 @@ class CheckpointStore:
         if not is_store:
             raise UsageError(
                 f"{self.directory}: progress would be kept there, and this is none: move it away, or choose another "
-                "--out"
+                "`out`"
             )
 
     def _keep(self, filename: str, write: Callable[[Path], object]) -> None:
@@ -145,8 +126,8 @@ class CheckpointStore:
             os.replace(partial, self.directory / filename)
         except OSError as error:
             raise self._full(error.strerror or str(error)) from error
-        # What safetensors and torch raise for a full disk.
-        except (SafetensorError, RuntimeError) as error:
+        # What torch raises for a full disk.
+        except RuntimeError as error:
             if shutil.disk_usage(self.directory).free > FULL_BYTES:
                 raise
             raise self._full("no space left") from error
@@ -163,7 +144,7 @@ class CheckpointStore:
 
     def _full(self, reason: str) -> StorageFull:
         return StorageFull(
-            f"{self.directory}: {reason}: free some space for what is done so far and run again with --resume"
+            f"{self.directory}: {reason}: free some space for what is done so far and run again with `resume=True`"
         )
 
 
@@ -183,13 +164,8 @@ def open_checkpoint_store(out: Path, inputs: Mapping[str, Any], *, resume: bool)
         yield store
     except BaseException as error:
         if store.is_begun:
-            error.add_note(f"{store.directory} keeps what is done so far: go on with --resume")
+            error.add_note(f"{store.directory} keeps what is done so far: go on with `resume=True`")
         raise
-
-
-def _report_damage(path: Path) -> None:
-    """Say that a stage is computed again. A power loss tears files that were written and not yet on the disk."""
-    print(f"{path}: it is damaged: this stage is computed again", file=sys.stderr)
 
 
 def checksum(value: Any, start: int = 0) -> int:
@@ -207,44 +183,28 @@ def checksum(value: Any, start: int = 0) -> int:
     return zlib.crc32(repr(value).encode(), start)
 
 
-def flatten_matrices(matrices: Mapping[str, FittedMatrix]) -> dict[str, Tensor]:
-    """Return the parts of deltas and upgrades as named tensors; `unflatten_matrices` is the inverse."""
+def state_of(matrices: Mapping[str, FittedMatrix]) -> dict[str, Any]:
+    """Return deltas and upgrades by name as tensors in plain containers; `matrices_of` is the inverse."""
     return {
-        f"{name}|{number}|{part}": tensor
+        name: [
+            (
+                [tuple(getattr(plane, part) for part in PLANE) for plane in delta.planes],
+                delta.left,
+                delta.right,
+            )
+            for delta in (matrix.delta, *matrix.upgrades)
+        ]
         for name, matrix in matrices.items()
-        for number, delta in enumerate((matrix.delta, *matrix.upgrades))
-        for part, tensor in _parts(delta)
     }
 
 
-def unflatten_matrices(tensors: Mapping[str, Tensor]) -> dict[str, FittedMatrix]:
-    """Return the matrices whose parts `flatten_matrices` returned."""
-    parts: dict[tuple[str, int], dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        name, digits, part = key.rsplit("|", 2)
-        parts.setdefault((name, int(digits)), {})[part] = tensor
-    deltas: dict[str, list[MatrixDelta]] = {}
-    for name, number in sorted(parts):
-        deltas.setdefault(name, []).append(_delta(parts[name, number]))
-    return {name: FittedMatrix(delta, upgrades) for name, (delta, *upgrades) in deltas.items()}
-
-
-def _parts(delta: MatrixDelta) -> Iterator[tuple[str, Tensor]]:
-    for number, plane in enumerate(delta.planes):
-        yield f"signs.{number}", plane.signs
-        yield f"facts.{number}", torch.tensor([plane.in_features, plane.gain], dtype=torch.float64)
-        if plane.scale_out is not None:
-            yield f"out.{number}", plane.scale_out
-        if plane.scale_in is not None:
-            yield f"in.{number}", plane.scale_in
-    if delta.left is not None and delta.right is not None:
-        yield from (("left", delta.left), ("right", delta.right))
-
-
-def _delta(parts: Mapping[str, Tensor]) -> MatrixDelta:
-    planes: list[SignPlane] = []
-    while (signs := parts.get(f"signs.{len(planes)}")) is not None:
-        in_features, gain = parts[f"facts.{len(planes)}"].tolist()
-        scales = (parts.get(f"{part}.{len(planes)}") for part in ("out", "in"))
-        planes.append(SignPlane(signs, int(in_features), gain, *scales))
-    return MatrixDelta(tuple(planes), parts.get("left"), parts.get("right"))
+def matrices_of(state: Mapping[str, Any]) -> dict[str, FittedMatrix]:
+    """Return the matrices whose state `state_of` returned."""
+    found = {}
+    for name, parts in state.items():
+        delta, *upgrades = (
+            MatrixDelta(tuple(SignPlane(*plane) for plane in planes), left, right)
+            for planes, left, right in parts
+        )
+        found[name] = FittedMatrix(delta, upgrades)
+    return found

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from compressor.codec import Map, Method, workers
+from compressor.codec import Map, workers
+from compressor.config import Method
 from deltastore.base import Base
 from deltastore.console import byte_progress, rounded
 from deltastore.format.artifact import ArtifactWriter

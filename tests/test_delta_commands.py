@@ -175,9 +175,19 @@ def test_inspect_prints_settings_and_fidelity_for_people(delta: Path, capsys: Ca
     [
         (["--calibration", "none", "--samples", "8"], "--samples does nothing without calibration text"),
         (["--calibration", "none", "--resume"], "--resume does nothing without calibration text"),
-        (["--rate", "0.1"], "--rate does nothing with the other solver: give --solver adamw"),
-        (["--axis-loss", "end"], "--axis-loss does nothing with the other solver"),
-        (["--solver", "adamw", "--no-learn-signs"], "--no-learn-signs does nothing .*: give --solver lstsq"),
+        (["--calibration", "none", "--budget", "2"], "--budget does nothing without calibration text"),
+        (
+            ["--calibration", "none", "--rate", "1"],
+            "--rate does nothing .*: give --calibration self or a file",
+        ),
+        (["--calibration", "none", "--recipe", "paper"], "--recipe does nothing without calibration text"),
+        (["--calibration", "none", "--min-agreement", "1"], "--min-agreement does nothing without"),
+        (["--rate", "0.1"], "--rate does nothing with --recipe ours: give --recipe paper with it"),
+        (["--axis-loss", "end"], "--axis-loss does nothing with --recipe ours"),
+        (["--recipe", "paper", "--no-learn-signs"], "--no-learn-signs does nothing .*: give --recipe ours"),
+        (["--recipe", "paper", "--method", "both"], "give --method per-axis or --method scalar with it"),
+        (["--recipe", "ours", "--solver", "adamw"], "--solver adamw is the old name of --recipe paper"),
+        (["--samples", "0"], "--samples 0: give at least 1, or --calibration none"),
         (["--seed", "-1"], "--seed -1: give 0 to"),
         (["--budget", "1e9"], "--budget 1000000000.0: .* at most 16"),
     ],
@@ -189,6 +199,29 @@ def test_an_option_that_would_do_nothing_or_no_good_is_a_wrong_argument(
     assert run(compressing(models, tmp_path / "delta", *options)) == 2
     assert re.search(message, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["--solver", "adamw"], ["--recipe", "paper"]),
+        (["--solver", "adamw", "--method", "scalar"], ["--recipe", "paper", "--method", "scalar"]),
+        (["--solver", "lstsq"], []),
+    ],
+)
+def test_the_old_solvers_are_recipes(
+    old: list[str], new: list[str], models: TinyModels, tmp_path: Path, capsys: Captured
+) -> None:
+    options = ["--samples", "8", "--distill-epochs", "0"]
+    digests = []
+    for number, own in enumerate((old, new)):
+        assert (
+            run(compressing(models, tmp_path / str(number), *options, *own, "--json", "--no-progress")) == 0
+        )
+        printed = capsys.readouterr()
+        digests.append(json.loads(printed.out)["digest"])
+        assert ("is now --recipe" in printed.err) == (own is old)
+    assert digests[0] == digests[1]
 
 
 def test_inspect_shows_planes_and_ranks_and_what_they_take(

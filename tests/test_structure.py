@@ -190,6 +190,9 @@ def test_the_registry_side_of_deltastore_needs_no_torch() -> None:
         ("client.push", ("torch", "numpy", "pydantic", "server")),
         ("client.chat", ("torch", "numpy", "pydantic", "server")),
         ("peraxis.keys", ("torch", "numpy", "pydantic", "server")),
+        ("compressor", ("torch", "transformers")),
+        ("compressor.cli", ("torch", "transformers")),
+        ("deltastore", ("torch", "pydantic")),
     ],
 )
 def test_a_process_imports_nothing_large_that_it_does_not_need(

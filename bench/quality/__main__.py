@@ -200,7 +200,7 @@ def pair_table(pair: PairFigures, timed: bool = True) -> str:
     for figure in pair.shown():
         cost = [f"{figure.cost.seconds:.1f}", f"{figure.cost.peak_memory_bytes / 1e6:.0f}"]
         size = f"{figure.cost.artifact_bytes / 1e3:.0f}"
-        rate = f", rate {figure.run.rate:g}" if figure.run.solver == "adamw" else ""
+        rate = f", rate {figure.run.rate:g}" if figure.run.recipe == "paper" else ""
         rows.append([_label(figure.run) + rate, figure.run.text, size, *_score_cells(figure.scores), *cost])
     columns = [column for column, what in enumerate(HEAD) if timed or what != "s"]
     return table([HEAD[column] for column in columns], [[row[column] for column in columns] for row in rows])

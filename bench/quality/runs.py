@@ -23,15 +23,13 @@ import torch
 from torch import Tensor
 
 from bench.process import memory_of, reset_peak
-from compressor.codec import Method
-from compressor.config import CompressConfig
+from compressor.config import Calibration, CompressConfig, FitSettings, Method, RecipeName
 from compressor.convert.merge import MergeConfig, merge
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import DeltaModel, Weights, base_with_added_rows
-from compressor.evaluate.evaluation import BATCH_TOKENS
-from compressor.evaluate.fidelity import Fidelity, Predictions, compare
-from compressor.fit.calibration import Calibration, batched, calibration_text
-from compressor.fit.fit_settings import FitSettings
+from compressor.evaluation import BATCH_TOKENS
+from compressor.fidelity import Fidelity, Predictions, compare
+from compressor.fit.calibration import batched, calibration_text
 from compressor.pairs import pair_up
 from compressor.pipeline import compress
 from deltastore.base import architecture
@@ -229,8 +227,8 @@ class Run:
     method: str  # what tables call it
     text: Text
     delta: Method = "both"
-    solver: Literal["lstsq", "adamw"] = "lstsq"
-    rate: float = 1e-4  # of adamw
+    recipe: RecipeName = "ours"
+    rate: float = 1e-4  # of the paper's recipe
     distill_epochs: int | None = None
     embeddings: Literal["compress", "whole"] = "whole"
     budget: float = 1.0
@@ -238,7 +236,7 @@ class Run:
     @property
     def name(self) -> str:
         """A unique name for the run's files."""
-        rate = f"-{self.rate:g}" if self.solver == "adamw" else ""
+        rate = f"-{self.rate:g}" if self.recipe == "paper" else ""
         method = self.method.replace(", ", "-").replace(" ", "-")
         return f"{method}-{self.text}{rate}-{self.embeddings}-{self.budget:.2f}"
 
@@ -255,7 +253,7 @@ class Run:
             source = str(files.get(self.text, self.text))
             fit_settings = FitSettings(
                 Calibration(source, amount.samples, amount.length),
-                solver=self.solver,
+                recipe=self.recipe,
                 distill_epochs=self.distill_epochs,
                 budget=self.budget,
                 rate=self.rate,
@@ -267,8 +265,8 @@ class Run:
 
 
 SCALAR = Run("scalar", "none", delta="scalar")
-BITDELTA = Run("BitDelta", "in-domain", delta="scalar", solver="adamw")
-PAPER = Run("paper", "in-domain", delta="per-axis", solver="adamw")
+BITDELTA = Run("BitDelta", "in-domain", delta="scalar", recipe="paper")
+PAPER = Run("paper", "in-domain", delta="per-axis", recipe="paper")
 UNTRAINED = Run("ours without training", "in-domain", distill_epochs=0)
 OURS = Run("ours", "in-domain")
 # As many bytes as the paper's also where matrices are so small that a second vector is some percent of them.

@@ -210,7 +210,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def _load(path: Path) -> Any:
     """Load the file. Memory-mapped, because torch then bounds the sizes that a hostile file claims."""
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file: give --diff the .pt file of a delta")
+        raise CheckpointError(f"{path}: no such file: give `diff` the .pt file of a delta")
     try:
         if zipfile.is_zipfile(path):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -281,7 +281,7 @@ def import_diff(config: ImportConfig) -> WrittenDelta:
         StorageFull: too little free disk at `out`.
         UsageError: an `out` that cannot be written.
     """
-    inputs = {"--base": config.base, "--finetune": config.finetune, "--diff": config.diff}
+    inputs = {"base": config.base, "finetune": config.finetune, "diff": config.diff}
     check_not_an_input(config.out, inputs)
     base = Checkpoint.open(config.base)
     finetune = None if config.finetune is None else _open_finetune(config.finetune, base)
@@ -336,7 +336,7 @@ def _open_finetune(directory: Path, base: Checkpoint) -> Checkpoint:
     if different := different_facts(architecture(base.config), architecture(finetune.config)):
         raise CheckpointError(
             f"{directory}: its configuration differs from that of {base.path} in {', '.join(different[:3])}, "
-            "which a delta cannot carry: give --base the base that it was tuned from"
+            "which a delta cannot carry: give `base` the base that it was tuned from"
         )
     return finetune
 
@@ -346,7 +346,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         document = parse_json(path.read_bytes(), str(path))
     except OSError as error:
         raise CheckpointError(
-            f"{path}: {error.strerror}: give --finetune the directory of the fine-tune's configuration and tokenizer"
+            f"{path}: {error.strerror}: give `finetune` the directory of the fine-tune's configuration and tokenizer"
         ) from error
     except ArtifactError as error:
         raise CheckpointError(f"{error}: fetch the file again") from error
@@ -428,7 +428,7 @@ def _embedding_for_head(embedding: CodedModule | Tensor | None, diff: DiffFile) 
     if not isinstance(embedding, Tensor):
         raise CheckpointError(
             f"{diff.path}: the fine-tune ties its output head to the embedding, the base does not, and the embedding "
-            "is not in the file whole: give --finetune the configuration that the file was trained with"
+            "is not in the file whole: give `finetune` the configuration that the file was trained with"
         )
     return embedding
 
@@ -447,7 +447,7 @@ def _check_repeated(
         return
     raise CheckpointError(
         f"{diff.path}: {shown(head)} is an output head of its own and the configuration ties it to the embedding: "
-        "give --finetune a directory whose config.json has tie_word_embeddings false"
+        "give `finetune` a directory whose config.json has tie_word_embeddings false"
     )
 
 

@@ -156,7 +156,7 @@ def merge(config: MergeConfig) -> MergeResult:
         StorageFull: too little free disk at `out`.
         UsageError: an `out` that exists already, or cannot be written.
     """
-    check_not_an_input(config.out, {"--base": config.base, "--delta": config.delta})
+    check_not_an_input(config.out, {"base": config.base, "delta": config.delta})
     base = Checkpoint.open(checkpoint_directory(config.base))
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)
@@ -205,7 +205,7 @@ class _MergedModel:
         for block in self._merged(output):
             if self.dtype == torch.float16 and not is_finite(block):
                 raise UsageError(
-                    f"tensor {shown(output.name)} goes beyond float16: choose --dtype bfloat16 or float32"
+                    f"tensor {shown(output.name)} goes beyond float16: choose `dtype='bfloat16'` or `dtype='float32'`"
                 )
             yield block
 
@@ -264,9 +264,9 @@ def _own_dtype(base: Checkpoint) -> DtypeName:
 
 def _check_out(out: Path, needed: int) -> None:
     if not out.parent.is_dir():
-        raise UsageError(f"{out.parent}: no such directory: give --out a new name in a directory that exists")
+        raise UsageError(f"{out.parent}: no such directory: give `out` a new name in a directory that exists")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out}: it is there already: choose another --out or remove it")
+        raise UsageError(f"{out}: it is there already: choose another `out` or remove it")
     check_free_disk(out.parent, needed, "the checkpoint takes")
 
 
@@ -281,7 +281,7 @@ def _renamed_at_end(out: Path, needed: int) -> Iterator[Path]:
     try:
         partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
     except OSError as error:
-        raise UsageError(f"{out.parent}: {error.strerror}: choose an --out that can be written") from error
+        raise UsageError(f"{out.parent}: {error.strerror}: choose an `out` that can be written") from error
     try:
         yield partial
         partial.chmod(0o755)
@@ -300,5 +300,5 @@ def _full(out: Path, partial: Path, needed: int, error: OSError) -> StorageFull:
     missing = max(1, needed - written - shutil.disk_usage(out.parent).free)
     return StorageFull(
         f"{out.parent}: {error.strerror} after {written} of {needed} bytes: "
-        f"free at least {missing} more there or choose another --out"
+        f"free at least {missing} more there or choose another `out`"
     )

@@ -125,7 +125,7 @@ def blocks_path(model: Any, path: Path) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return str(name)
     raise CheckpointError(
-        f"{path}: model type {model.config.model_type!r} has no list of decoder layers: use --calibration none"
+        f"{path}: model type {model.config.model_type!r} has no list of decoder layers: give `text='none'`"
     )
 
 
@@ -390,7 +390,7 @@ class Decoder:
     def _refusal(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"{self.weights.path}: the layers of model type {self.config.model_type!r} {reason}, "
-            "so it cannot be run block by block: use --calibration none"
+            "so it cannot be run block by block: give `text='none'`"
         )
 
 

@@ -164,7 +164,7 @@ class _NoCache(Exception):
 def _refusal(decoder: Decoder) -> CheckpointError:
     return CheckpointError(
         f"{decoder.weights.path}: model type {decoder.config.model_type!r} has no KV cache that text could be sampled "
-        "with: give --calibration a .txt or .jsonl file"
+        "with: give `text` a .txt or .jsonl file"
     )
 
 

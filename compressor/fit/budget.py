@@ -1,6 +1,6 @@
-"""Spend bytes beyond one bit per weight on the upgrades that save most KL divergence per byte.
+"""Mixed-precision allocation: bytes beyond one bit per weight go to the upgrades that save most KL divergence per byte.
 
-Measures upgrades in a student and buys them; those of linear layers are found by the layer solver.
+Measures upgrades in a student and buys them; those of linear layers come from the layer stage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.codec import Method, code_matrix
+from compressor.codec import code_matrix
+from compressor.config import Method
 from compressor.fit.distill import TeacherTargets, divergence_of
 from compressor.fit.student import Student
 from compressor.pairs import TensorPair

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.config import Calibration
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.sampling import sample
 from compressor.sources import HUB_ID, has_tokenizer, load_tokenizer
@@ -24,7 +24,6 @@ MIN_SEQUENCES = (
 )
 CHARS_PER_TOKEN = 16  # read of a text file, more than any language needs
 MESSAGE_MARK = "3f1c9a27"  # rendered in place of a user's message, to find where it begins
-LARGEST_SEED = 2**63 - 1
 HELD_OUT_PART = 10  # the share of sequences that validation and test text take together
 MIN_HELD_OUT = 8
 DATASETS = {"c4": ("allenai/c4", "en")}  # short names, and the hub's name and configuration
@@ -33,32 +32,10 @@ DATE = "01 Jan 2025"  # chat templates write today's date unless they are given 
 MAX_REASON_CHARS = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Source and amount of calibration text.
-
-    Raises:
-        UsageError: a value out of its range.
-    """
-
-    source: str  # `none`, `self`, a .txt or .jsonl file, or a data set of the hub as NAME or NAME:CONFIG
-    samples: int = 256
-    length: int = 192  # tokens per sequence
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise UsageError(f"--samples {self.samples}: give at least 1, or --calibration none")
-        if not 0 <= self.seed <= LARGEST_SEED:
-            raise UsageError(f"--seed {self.seed}: give 0 to {LARGEST_SEED}")
-        if self.length < 2:
-            raise UsageError(f"a calibration length of {self.length} tokens: give at least 2")
-
-
 def calibration_text(
     calibration: Calibration, finetune: Decoder, on_tokens: Callable[[int], Any] | None = None
 ) -> list[Tensor]:  # [length] int64 each
-    """Return at most `samples` sequences of ids that are valid for the fine-tune; none for the source `none`.
+    """Return at most `samples` sequences of ids that are valid for the fine-tune; none for the text `none`.
 
     The same arguments give the same sequences. Of a file or data set the first records are taken. A sequence begins
     with a record; more follow until it is full. A completion is followed by the fine-tune's end token.
@@ -70,10 +47,10 @@ def calibration_text(
         UsageError: no such file or data set, a record of another form, too little text, a length above the model's.
         CheckpointError: no usable tokenizer, or no chat template where records need one.
     """
-    if calibration.source == "none":
+    if calibration.text == "none":
         return []
     _check_length(calibration, finetune)
-    if calibration.source == "self":
+    if calibration.text == "self":
         generator = torch.Generator().manual_seed(calibration.seed)
         prompts = _prompts(calibration, finetune, generator)
         return list(sample(finetune, prompts, calibration.length, generator, on_tokens))
@@ -138,18 +115,18 @@ def _given_text(calibration: Calibration, finetune: Decoder) -> list[Tensor]:
     """Sequences of a file or data set."""
     if not has_tokenizer(finetune.weights.path):
         raise CheckpointError(
-            f"{finetune.weights.path}: there is no tokenizer in it, which {calibration.source} needs: copy the model's "
-            "tokenizer.json there, or give --calibration self"
+            f"{finetune.weights.path}: there is no tokenizer in it, which {calibration.text} needs: copy the model's "
+            "tokenizer.json there, or give `text='self'`"
         )
     tokenizer = load_tokenizer(finetune.weights.path)
     max_chars = calibration.samples * calibration.length * CHARS_PER_TOKEN
-    texts = _records(calibration.source, tokenizer, max_chars)
+    texts = _records(calibration.text, tokenizer, max_chars)
     packed = _packed(texts, _prefix(tokenizer), calibration.length)
     sequences = [torch.tensor(ids) for ids in islice(packed, calibration.samples)]
     if len(sequences) < min(calibration.samples, MIN_SEQUENCES):
         raise UsageError(
-            f"{calibration.source}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
-            f"too few: give more text, at least {MIN_SEQUENCES} sequences, or --calibration self"
+            f"{calibration.text}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
+            f"too few: give more text, at least {MIN_SEQUENCES} sequences, or `text='self'`"
         )
     return sequences
 
@@ -200,7 +177,7 @@ def _user_turn(directory: Path, tokenizer: Any | None) -> list[int]:
     if tokenizer is None or tokenizer.chat_template is None:
         return []
     message = [{"role": "user", "content": MESSAGE_MARK}]
-    text = _chat_text(message, f"{directory}: --calibration self", tokenizer)
+    text = _chat_text(message, f"{directory}: `text` self", tokenizer)
     return list(tokenizer(text.partition(MESSAGE_MARK)[0], add_special_tokens=False)["input_ids"])
 
 
@@ -247,7 +224,7 @@ def _chat_text(messages: Any, where: str, tokenizer: Any) -> str:
 
     if tokenizer.chat_template is None:
         raise CheckpointError(
-            f"{where}: the fine-tune has no chat template: give records of text, or --calibration self"
+            f"{where}: the fine-tune has no chat template: give records of text, or `text='self'`"
         )
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UsageError(f"{where}: messages are a list of objects with role and content")
@@ -266,7 +243,7 @@ def _read_text(path: Path, max_chars: int) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
     if not text.strip():
-        raise UsageError(f"{path}: it holds no text: give another file, or --calibration self")
+        raise UsageError(f"{path}: it holds no text: give another file, or `text='self'`")
     return text
 
 
@@ -282,7 +259,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from error
     if is_empty:
-        raise UsageError(f"{path}: it holds no records: give another file, or --calibration self")
+        raise UsageError(f"{path}: it holds no records: give another file, or `text='self'`")
 
 
 def _parse(line: str, where: str) -> Any:
@@ -295,7 +272,7 @@ def _parse(line: str, where: str) -> Any:
 def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
     if isinstance(error, UnicodeDecodeError):
         return UsageError(f"{path}: it is not UTF-8 text (byte {error.start}): convert it first")
-    return UsageError(f"{path}: {error.strerror}: give --calibration a text file or a .jsonl file")
+    return UsageError(f"{path}: {error.strerror}: give `text` a text file or a .jsonl file")
 
 
 def _dataset(source: str) -> Iterator[tuple[str, Any]]:
@@ -303,13 +280,13 @@ def _dataset(source: str) -> Iterator[tuple[str, Any]]:
     name, _, config = source.partition(":")
     if not HUB_ID.fullmatch(name):
         raise UsageError(
-            f"--calibration {source}: no such file, and no data set's name: give a .txt or .jsonl file, self or none"
+            f"`text` {source}: no such file, and no data set's name: give a .txt or .jsonl file, self or none"
         )
     try:
         datasets = import_module("datasets")
     except ImportError as error:
         raise UsageError(
-            f"--calibration {source}: data sets need the datasets library: pip install 'peraxis[eval]', "
+            f"`text` {source}: data sets need the datasets library: pip install 'peraxis[eval]', "
             "or give a file, or self"
         ) from error
     # Deferred, because only data sets of the hub need it.
@@ -322,7 +299,7 @@ def _dataset(source: str) -> Iterator[tuple[str, Any]]:
             yield f"{source}: record {number}", record
     except (OSError, ValueError, httpx.HTTPError, datasets.exceptions.DatasetsError) as error:
         raise UsageError(
-            f"--calibration {source}: the hub does not give this data set ({_reason(error)}): give a file, or self"
+            f"`text` {source}: the hub does not give this data set ({_reason(error)}): give a file, or self"
         ) from error
 
 

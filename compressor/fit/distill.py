@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_constant_schedule, get_cosine_schedule_with_warmup
 
 from compressor.decoder.decoder import Decoder
-from compressor.evaluate.fidelity import last_hiddens
+from compressor.fidelity import last_hiddens
 from compressor.fit.calibration import batched
 from compressor.fit.student import Student
 

@@ -1,8 +1,9 @@
-"""Fit deltas to calibration text: layer by layer, then the byte budget, then end to end, then measure the result.
+"""Fit deltas to calibration text in four stages: layers, spend, distill, test.
 
-Each stage is implemented in its own file, and a `FitStrategy` holds all that differs between solvers. The
-results of a stage are kept in a `CheckpointStore`, so that an interrupted run continues with the next block or epoch
-and gives the same bytes.
+Layers are fitted one after the other, spare bytes go to the matrices where they help most, scales and signs train end
+to end, and text that nothing was fitted to gives the fidelity. A `Recipe` has the values in which recipes differ. A
+`CheckpointStore` keeps the results of a stage, so that an interrupted run continues with the next block or epoch and
+gives the same bytes.
 """
 
 from __future__ import annotations
@@ -15,23 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.config import FitSettings, Method
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import Overlay, Weights, weight_with_delta
-from compressor.evaluate.fidelity import Fidelity, Predictions, compare
+from compressor.fidelity import Fidelity, Predictions, compare
+from compressor.fit import least_squares, paper
 from compressor.fit.budget import embedding_upgrades, measure, spend
 from compressor.fit.calibration import calibration_text, split_text
 from compressor.fit.distill import Distillation, Teacher, TeacherTargets, divergence
-from compressor.fit.layers import Layerwise
-from compressor.fit.shapes import widest_input
-from compressor.fit.strategy import FitStrategy, LayerStageInputs
+from compressor.fit.layers import LayerStage, Layerwise
+from compressor.fit.recipe import LayerInputs, Recipe
 from compressor.fit.student import Student
 from compressor.fit.trainable import Trainable
 from compressor.pairs import TensorPair
-from compressor.resume import CheckpointStore, FittedMatrix, flatten_matrices, unflatten_matrices
+from compressor.resume import CheckpointStore, FittedMatrix, matrices_of, state_of
 from deltastore.console import progress_bar
+from deltastore.errors import UsageError
 from deltastore.format.matrix import MatrixDelta
 
+RECIPES = {"ours": least_squares.recipe, "paper": paper.recipe}
 MEASURED_SEQUENCES = 4  # on which upgrades are measured
+
+
+def recipe_of(fit_settings: FitSettings, method: Method) -> Recipe:
+    """Return the recipe that fits deltas of `method` by the settings of one run.
+
+    Raises:
+        UsageError: settings that do not go together.
+    """
+    return RECIPES[fit_settings.recipe](fit_settings, method)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,10 +72,10 @@ class TextSplit:
     test: list[Tensor]  # for the fidelity alone
 
     @classmethod
-    def of(cls, sequences: Sequence[Tensor], strategy: FitStrategy, widest: int) -> TextSplit:
-        """Split off validation and test text, and give the other sequences to the stages as the strategy says."""
+    def of(cls, sequences: Sequence[Tensor], recipe: Recipe, widest: int) -> TextSplit:
+        """Split off validation and test text, and give the other sequences to the stages as the recipe says."""
         train, validation, test = split_text(sequences)
-        layers, end_to_end = strategy.split(len(train), widest)
+        layers, end_to_end = recipe.split(len(train), widest)
         return cls(train[layers], train[end_to_end], validation, test)
 
 
@@ -73,7 +86,9 @@ class Fit:
     pairs: Mapping[str, TensorPair]  # the matrices to code, each of which differs from the base's
     base: Weights  # with as many rows of the vocabulary as the fine-tune
     finetune: Weights  # with a head of its own where its delta has one
-    strategy: FitStrategy
+    fit_settings: FitSettings
+    method: Method
+    recipe: Recipe  # of these settings and this method
     spare_bytes: int  # beyond one bit per weight
     store: CheckpointStore
     shows_progress: bool = False  # on stderr
@@ -83,74 +98,74 @@ class Fit:
 
         Raises:
             CheckpointError: a model that cannot be run block by block, or whose logits are not finite.
-            UsageError: text that cannot be had or is too short; settings that do not go together.
+            UsageError: text that cannot be had or is too short; too few samples, or no such device.
         """
-        self.strategy.check(self.spare_bytes)
-        device = self.strategy.fit_settings.torch_device()
-        decoder = Decoder(self.finetune, device, torch.float32)
+        samples, least = self.fit_settings.calibration.samples, self.recipe.min_samples
+        if samples < least:
+            raise UsageError(
+                f"`samples` {samples}: give at least {least}, because some are validation and test text"
+            )
+        decoder = Decoder(self.finetune, self.fit_settings.torch_device(), torch.float32)
         sequences = self._calibration_text(decoder)
-        widest = widest_input([pair.shape for pair in self.pairs.values()])
-        text = TextSplit.of(sequences, self.strategy, widest)
-        teacher = Teacher(decoder, decoder.load_head(), self.strategy.batch_tokens)
+        widest = max((pair.shape[1] for pair in self.pairs.values()), default=1)
+        text = TextSplit.of(sequences, self.recipe, widest)
+        teacher = Teacher(decoder, decoder.load_head(), self.recipe.batch_tokens)
         validation = teacher.targets(text.validation)
-        deltas: Mapping[str, MatrixDelta] = self._fit_layers(text, validation)
-        if self.strategy.distillation.epochs:
+
+        deltas = self._stored_deltas()
+        if deltas is None:
+            layers = self._fit_layers(text.layers, validation)
+            deltas = self._spend(layers, validation)
+        if self.recipe.distillation.epochs:
             deltas = self._distill(deltas, teacher.targets(text.end_to_end), validation)
-        test = teacher.targets(text.test)
-        fidelity = _fidelity(self._with_deltas(deltas), test)
-        return Fitted(deltas, fidelity, _fidelity(self.base, test), text.test, len(sequences))
+        fidelity, base = self._test(deltas, teacher.targets(text.test))
+        return Fitted(deltas, fidelity, base, text.test, len(sequences))
 
     def _calibration_text(self, finetune: Decoder) -> list[Tensor]:
-        stored = self.store.load_tensors("text")
+        stored = self.store.load("text")
         if stored is None:
-            calibration = self.strategy.fit_settings.calibration
-            tokens = calibration.samples * calibration.length if calibration.source == "self" else 0
+            calibration = self.fit_settings.calibration
+            tokens = calibration.samples * calibration.length if calibration.text == "self" else 0
             with progress_bar(tokens, "sampling text", "token", self.shows_progress and tokens > 0) as bar:
                 sequences = calibration_text(calibration, finetune, bar.update)
             if len(sequences) < calibration.samples:
                 print(
-                    f"{calibration.source}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
-                    f"fewer than --samples {calibration.samples}: fitting to those",
+                    f"{calibration.text}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
+                    f"fewer than the {calibration.samples} that were asked for: fitting to those",
                     file=sys.stderr,
                 )
-            stored = {"ids": torch.stack(sequences)}
-            self.store.save_tensors("text", stored)
-        return list(stored["ids"])
+            stored = torch.stack(sequences)
+            self.store.save("text", stored)
+        return list(stored)
 
-    def _fit_layers(self, text: TextSplit, validation: TeacherTargets) -> dict[str, MatrixDelta]:
-        """Return every matrix's delta, fitted layer by layer, and upgraded where spare bytes save most KL."""
+    def _stored_deltas(self) -> Mapping[str, MatrixDelta] | None:
+        """Return the deltas that an interrupted run began to distill; None if it did not get so far."""
         stored = self.store.load_matrices("layers")
-        if stored is not None:
-            return {name: matrix.delta for name, matrix in stored.items()}
-        layerwise = Layerwise(self.pairs, self.finetune, self.strategy.method, validation.teacher.device)
-        if self.strategy.fits_layers:
-            self._run_layerwise(layerwise, text, validation)
-        deltas = {name: layerwise.delta(name) for name in self.pairs}
-        if self.spare_bytes:
-            student = self._student(deltas, validation.teacher.device)
-            upgrades = {name: matrix.upgrades for name, matrix in layerwise.fitted.items()}
-            upgrades |= embedding_upgrades(student, deltas, self.strategy.method)
-            kl_saved = measure(student, validation.first(MEASURED_SEQUENCES), upgrades)
-            deltas = spend(self.spare_bytes, deltas, upgrades, kl_saved)
-        self.store.save_matrices("layers", {name: FittedMatrix(delta) for name, delta in deltas.items()})
-        return deltas
+        return None if stored is None else {name: matrix.delta for name, matrix in stored.items()}
 
-    def _run_layerwise(self, layerwise: Layerwise, text: TextSplit, validation: TeacherTargets) -> None:
-        """Fit layers from the first block on that the store lacks."""
+    def _fit_layers(self, sequences: Sequence[Tensor], validation: TeacherTargets) -> dict[str, FittedMatrix]:
+        """Fit layer by layer, from the first block on that the store lacks; other matrices from weights alone."""
+        layerwise = Layerwise(self.pairs, self.finetune, self.method, validation.teacher.device)
+        if self.recipe.layers is not None:
+            inputs = LayerInputs(
+                finetune=self.finetune,
+                pairs=self.pairs,
+                sequences=sequences,
+                validation=validation.batches,
+                num_ids=validation.teacher.num_embeddings,
+                with_upgrades=self.spare_bytes > 0,
+                device=layerwise.device,
+            )
+            self._run_layerwise(layerwise, self.recipe.layers(inputs))
+        return {
+            name: layerwise.fitted.get(name) or FittedMatrix(layerwise.delta(name)) for name in self.pairs
+        }
+
+    def _run_layerwise(self, layerwise: Layerwise, stage: LayerStage) -> None:
         first = 0
         while (stored := self.store.load_matrices(f"block-{first}")) is not None:
             layerwise.fitted.update(stored)
             first += 1
-        inputs = LayerStageInputs(
-            finetune=self.finetune,
-            pairs=self.pairs,
-            sequences=text.layers,
-            validation=validation.batches,
-            num_ids=validation.teacher.num_embeddings,
-            with_upgrades=self.spare_bytes > 0,
-            device=layerwise.device,
-        )
-        stage = self.strategy.layer_stage(inputs)
         num_blocks = int(self.finetune.config.get("num_hidden_layers") or 0)
         with progress_bar(num_blocks, "fitting layers", "block", self.shows_progress) as bar:
             bar.update(first)
@@ -159,21 +174,35 @@ class Fit:
                 self.store.save_matrices(f"block-{index}", fitted)
                 bar.update()
 
-            layerwise.run(stage.batches, stage.solver, first, on_block)
+            layerwise.run(stage, first, on_block)
+
+    def _spend(
+        self, layers: Mapping[str, FittedMatrix], validation: TeacherTargets
+    ) -> Mapping[str, MatrixDelta]:
+        """Allocate spare bytes to the upgrades that save most KL; return one delta per matrix."""
+        deltas = {name: matrix.delta for name, matrix in layers.items()}
+        if self.spare_bytes:
+            student = self._student(deltas, validation.teacher.device)
+            upgrades = {name: matrix.upgrades for name, matrix in layers.items() if matrix.upgrades}
+            upgrades |= embedding_upgrades(student, deltas, self.method)
+            kl_saved = measure(student, validation.first(MEASURED_SEQUENCES), upgrades)
+            deltas = spend(self.spare_bytes, deltas, upgrades, kl_saved)
+        self.store.save_matrices("layers", {name: FittedMatrix(delta) for name, delta in deltas.items()})
+        return deltas
 
     def _distill(
         self, deltas: Mapping[str, MatrixDelta], targets: TeacherTargets, validation: TeacherTargets
     ) -> Mapping[str, MatrixDelta]:
         """Train end to end; return the deltas of the best epoch on validation text, or of the last one."""
-        settings, student = self.strategy.distillation, self._student(deltas, targets.teacher.device)
+        settings, student = self.recipe.distillation, self._student(deltas, targets.teacher.device)
         if not student.trained:
             return deltas
         run, num_done = Distillation(student, targets, settings), 0
         best, least = student.stored(), divergence(student, validation)
-        if (state := self.store.load_state("end_to_end")) is not None:
+        if (state := self.store.load("end_to_end")) is not None:
             run.restore(state["run"])
             num_done, least = state["epochs"], state["least"]
-            best = {name: matrix.delta for name, matrix in unflatten_matrices(state["best"]).items()}
+            best = {name: matrix.delta for name, matrix in matrices_of(state["best"]).items()}
         num_batches = len(targets.batches)
         with progress_bar(settings.epochs * num_batches, "distilling", "step", self.shows_progress) as bar:
             bar.update(num_done * num_batches)
@@ -182,23 +211,23 @@ class Fit:
                 reached = divergence(student, validation)
                 if reached < least or not settings.keeps_best:
                     best, least = student.stored(), reached
-                flat = flatten_matrices({name: FittedMatrix(delta) for name, delta in best.items()})
-                state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": flat}
-                self.store.save_state("end_to_end", state)
+                kept = state_of({name: FittedMatrix(delta) for name, delta in best.items()})
+                state = {"run": run.state(), "epochs": epoch + 1, "least": least, "best": kept}
+                self.store.save("end_to_end", state)
         return best
 
-    def _student(self, deltas: Mapping[str, MatrixDelta], device: torch.device) -> Student:
-        relative = self.strategy.distillation.relative
-        trainable = {name: Trainable.of(deltas[name], device, relative=relative) for name in self.pairs}
-        return Student(self.finetune, self.pairs, trainable, device)
-
-    def _with_deltas(self, deltas: Mapping[str, MatrixDelta]) -> Overlay:
-        """The fine-tune with its matrices as their deltas code them."""
+    def _test(self, deltas: Mapping[str, MatrixDelta], test: TeacherTargets) -> tuple[Fidelity, Fidelity]:
+        """Return the fidelity of the fine-tune with `deltas` for its matrices, and that of the base."""
 
         def coded(name: str) -> Tensor | None:
             return weight_with_delta(self.pairs[name], deltas[name]) if name in deltas else None
 
-        return Overlay(self.finetune, coded)
+        return _fidelity(Overlay(self.finetune, coded), test), _fidelity(self.base, test)
+
+    def _student(self, deltas: Mapping[str, MatrixDelta], device: torch.device) -> Student:
+        relative = self.recipe.distillation.relative
+        trainable = {name: Trainable.of(deltas[name], device, relative=relative) for name in self.pairs}
+        return Student(self.finetune, self.pairs, trainable, device)
 
 
 def _fidelity(weights: Weights, test: TeacherTargets) -> Fidelity:

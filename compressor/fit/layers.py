@@ -1,25 +1,27 @@
 """Fit linear layers in forward order, each to inputs computed with the coded layers before it.
 
-Runs teacher and student one block at a time; a `LayerSolver` finds each matrix. The student is the fine-tune with its
-coded matrices in place of its own (paper, section 2: X from the compressed stack so far, Y from the fine-tune).
-Embeddings, and matrices that no forward reaches with every token (experts), are coded from weights alone.
+The loop of the paper's Algorithm 1. Teacher and student run one block at a time, and a recipe's `LayerStage` finds each
+matrix. The student is the fine-tune with its coded matrices in place of its own (paper, section 2: X from the
+compressed stack so far, Y from the fine-tune). Embeddings, and matrices that no forward reaches with every token
+(experts), are coded from weights alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from compressor.codec import Method, code_matrix
+from compressor.codec import code_matrix
+from compressor.config import Method
 from compressor.decoder.decoder import BlockLinear, Decoder
 from compressor.decoder.weights import Overlay, Weights, weight_with_delta
 from compressor.pairs import TensorPair
 from compressor.resume import FittedMatrix
-from deltastore.format.matrix import MatrixDelta, SignPlane
+from deltastore.format.matrix import MatrixDelta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,17 +38,15 @@ class StudentBlock:
         return (self.decoder.input_of(self.block, self.index, path, hidden) for hidden in self.hiddens)
 
 
-class LayerSolver(Protocol):
-    """Finds deltas of linear layers that read the same inputs."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStage:
+    """How a recipe fits linear layers, and the text that it fits them to."""
 
-    def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> Any:
-        """Summarize the inputs ``[tokens, in]`` of both models, batch by batch, for `solve`."""
-
-    def solve(self, pair: TensorPair, gathered: Any, block: StudentBlock | None) -> SignPlane:
-        """Return the delta of one matrix of `block`, which is None for the output head."""
-
-    def upgrades(self, pair: TensorPair, gathered: Any, coded: SignPlane) -> list[MatrixDelta]:
-        """Return upgrades of the delta that `solve` gave; none where bytes are not to be spent."""
+    batches: Sequence[Tensor]  # [sequences, tokens] int64 ids each
+    # Summarizes the inputs ``[tokens, in]`` of teacher and student, batch by batch, for all matrices that read them.
+    gather: Callable[[Iterable[Tensor], Iterable[Tensor]], Any]
+    # Finds the delta of one matrix, and its upgrades, from that summary; the output head is in no block.
+    solve: Callable[[TensorPair, Any, StudentBlock | None], FittedMatrix]
 
 
 @dataclass(slots=True)
@@ -62,12 +62,11 @@ class Layerwise:
 
     def run(
         self,
-        batches: Sequence[Tensor],
-        solver: LayerSolver,
+        stage: LayerStage,
         first: int = 0,
         on_block: Callable[[int, Mapping[str, FittedMatrix]], object] = lambda index, fitted: None,
     ) -> None:
-        """Fit every matrix that calibration reaches; `batches` are ids ``[sequences, tokens]``.
+        """Fit every matrix that calibration reaches: Algorithm 1, stages 1 and 2, for one group of matrices at a time.
 
         Args:
             first: the block to begin with; `fitted` holds the matrices of those before.
@@ -75,7 +74,7 @@ class Layerwise:
         """
         teacher = Decoder(self.finetune, self.device, torch.float32)
         student = Decoder(Overlay(self.finetune, self.replacement), self.device, torch.float32)
-        teacher_hiddens, hiddens = teacher.embed(batches), student.embed(batches)
+        teacher_hiddens, hiddens = teacher.embed(stage.batches), student.embed(stage.batches)
         for index in range(teacher.num_blocks):
             block = StudentBlock(student, index, student.load_block(index), hiddens)
             groups = self._groups(block) if index >= first else []
@@ -84,7 +83,7 @@ class Layerwise:
                 teacher.load_block(index), index, paths, teacher_hiddens
             )
             for group in groups:
-                self._fit_group(group, solver, teacher_inputs.pop(group[0].path), block)
+                self._fit_group(group, stage, teacher_inputs.pop(group[0].path), block)
             student.advance(block.block, index, hiddens)
             if index >= first:
                 names = [linear.name for group in groups for linear in group]
@@ -93,8 +92,8 @@ class Layerwise:
         if head is not None and head.name != teacher.embedding_name:
             teacher.finish_all(teacher_hiddens)
             student.finish_all(hiddens)
-            gathered = solver.gather(_rows(teacher_hiddens, self.device), _rows(hiddens, self.device))
-            self._fit(head.name, solver, gathered, None)
+            gathered = stage.gather(_rows(teacher_hiddens, self.device), _rows(hiddens, self.device))
+            self.fitted[head.name] = stage.solve(head, gathered, None)
 
     def replacement(self, name: str) -> Tensor | None:
         """Return the student's tensor of this name in the fine-tune's shape; None where it is the fine-tune's own."""
@@ -120,23 +119,17 @@ class Layerwise:
     def _fit_group(
         self,
         group: Sequence[BlockLinear],
-        solver: LayerSolver,
+        stage: LayerStage,
         teacher_inputs: Sequence[Tensor],
         block: StudentBlock,
     ) -> None:
         """Code linear layers with common inputs and give the student their new weights."""
-        gathered = solver.gather(teacher_inputs, block.inputs(group[0].path))
+        gathered = stage.gather(teacher_inputs, block.inputs(group[0].path))
         for linear in group:
-            delta = self._fit(linear.name, solver, gathered, block)
+            pair = self.pairs[linear.name]
+            fitted = self.fitted[linear.name] = stage.solve(pair, gathered, block)
             weight = block.block.get_submodule(linear.path).get_parameter("weight")
-            weight.data.copy_(weight_with_delta(self.pairs[linear.name], delta))
-
-    def _fit(self, name: str, solver: LayerSolver, gathered: Any, block: StudentBlock | None) -> MatrixDelta:
-        pair = self.pairs[name]
-        plane = solver.solve(pair, gathered, block)
-        delta = MatrixDelta((plane,))
-        self.fitted[name] = FittedMatrix(delta, solver.upgrades(pair, gathered, plane))
-        return delta
+            weight.data.copy_(weight_with_delta(pair, fitted.delta))
 
 
 def _rows(hiddens: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:  # [tokens, hidden] each

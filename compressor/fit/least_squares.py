@@ -1,7 +1,8 @@
-"""The default strategy: least squares layer by layer, then distillation by KL in which signs move, too.
+"""The default recipe: least squares layer by layer, then distillation by KL in which signs move, too.
 
-A layer's signs and scales come in closed form (`layers/solve.py`) from second moments of its inputs, summed over all
-calibration tokens.
+A layer's signs and scales come in closed form (`solve.py`) from second moments of its inputs, summed over all
+calibration tokens. With every method, also `both` and its two vectors, they minimize the squared error of the layer's
+outputs.
 """
 
 from __future__ import annotations
@@ -9,20 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from compressor.codec import Method
+from compressor.config import FitSettings, Method
 from compressor.fit.calibration import batched, with_random_tokens
 from compressor.fit.distill import DistillSettings
-from compressor.fit.layers import StudentBlock
-from compressor.fit.problem import CHUNK_WEIGHTS, Problem
-from compressor.fit.shapes import FitShapes
+from compressor.fit.layers import LayerStage, StudentBlock
+from compressor.fit.recipe import LayerInputs, Recipe
+from compressor.fit.signs import CHUNK_WEIGHTS, Problem
 from compressor.fit.solve import Solved, low_rank, quarter_rank, remaining, solve
-from compressor.fit.strategy import FLOAT32_BYTES, FitStrategy, LayerStage, LayerStageInputs
 from compressor.pairs import TensorPair
+from compressor.resume import FittedMatrix
 from deltastore.errors import CheckpointError, shown
 from deltastore.format.matrix import Axis, MatrixDelta, SignPlane, pack_signs
 
@@ -30,14 +31,13 @@ EPOCHS = 3
 SCALE_RATE = 0.01  # in units of each vector's mean magnitude
 SIGN_RATE = 0.003
 SIGN_ROUNDS = 2
+BATCH_SEQUENCES = 8
 # Tokens per input feature of the widest layer: more tokens hardly improve the fit.
 LAYER_TOKENS = 32
 # Part of the tokens of the layer stage that become random ids: other text gains, and the end-to-end stage makes up for
 # what the text itself loses.
 RANDOM_PART = 0.5
-# Operations per weight and input feature, with and without choosing signs.
-SIGN_OPERATIONS, SCALE_OPERATIONS = 60, 20
-FLOAT64_BYTES = 8
+FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 AXES_OF: Mapping[Method, tuple[Axis, ...]] = {
     "scalar": ("scalar",),
     "per-axis": ("out", "in"),
@@ -45,84 +45,70 @@ AXES_OF: Mapping[Method, tuple[Axis, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LeastSquaresStrategy(FitStrategy):
-    """`--solver lstsq`."""
-
-    batch_sequences: ClassVar[int] = 8
-    min_samples: ClassVar[int] = 4
-
-    @property
-    def distillation(self) -> DistillSettings:
-        epochs = self.fit_settings.distill_epochs
-        return DistillSettings(
+def recipe(settings: FitSettings, method: Method) -> Recipe:
+    """Return the recipe: the end-to-end stage sees all training text, layers as much of it as least squares needs."""
+    epochs = settings.distill_epochs
+    return Recipe(
+        batch_tokens=BATCH_SEQUENCES * settings.calibration.length,
+        min_samples=4,
+        split=partial(_split, settings.calibration.length),
+        layers=partial(layer_stage, settings, method),
+        distillation=DistillSettings(
             loss="kl",
             epochs=EPOCHS if epochs is None else epochs,
             rate=SCALE_RATE,
-            sign_rate=SIGN_RATE if self.fit_settings.learn_signs else 0.0,
-        )
-
-    @property
-    def fits_layers(self) -> bool:
-        return True
-
-    def split(self, num_train: int, widest: int) -> tuple[slice, slice]:
-        """Take all of the text for the end, and as much of it as least squares needs for the layers."""
-        enough = math.ceil(LAYER_TOKENS * widest / self.fit_settings.calibration.length)
-        return slice(min(enough, num_train)), slice(num_train)
-
-    def layer_stage(self, inputs: LayerStageInputs) -> LayerStage:
-        rounds = SIGN_ROUNDS if self.fit_settings.refine_signs else 0
-        sequences = with_random_tokens(inputs.sequences, inputs.num_ids, RANDOM_PART)
-        solver = LeastSquaresSolver(self.method, rounds, inputs.with_upgrades)
-        return LayerStage(batched(sequences, self.batch_tokens), solver)
-
-    def own_settings(self) -> dict[str, Any]:
-        return {
-            "refine_signs": self.fit_settings.refine_signs,
-            "learn_signs": self.fit_settings.learn_signs,
-            "budget": self.fit_settings.budget,
-        }
-
-    def solve_operations(self, shapes: FitShapes, num_tokens: int) -> float:
-        """Count the moments of every group of inputs, and the rounds of signs and scales of every matrix."""
-        widths = shapes.input_widths(shapes.largest_block)
-        moments = sum(4.0 * num_tokens * width**2 for width in widths)
-        per_input = SIGN_OPERATIONS if self.fit_settings.refine_signs else SCALE_OPERATIONS
-        solving = 1.0 * sum(per_input * math.prod(shape) * shape[1] for shape in shapes.coded.values())
-        return len(shapes.blocks) * moments + solving
-
-    def solve_bytes(self, numel: int, in_features: int) -> int:
-        """Count the matrix with its differences, targets and signs, and the moments of its inputs."""
-        weights = 5 * FLOAT32_BYTES * (numel + min(CHUNK_WEIGHTS, numel))
-        return weights + (2 * FLOAT64_BYTES + 4 * FLOAT32_BYTES) * in_features**2
+            sign_rate=SIGN_RATE if settings.learn_signs else 0.0,
+        ),
+        settings={
+            "refine_signs": settings.refine_signs,
+            "learn_signs": settings.learn_signs,
+            "budget": settings.budget,
+        },
+        solve_bytes=_solve_bytes,
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class LeastSquaresSolver:
-    """Scales by least squares, signs by error feedback and single flips."""
+def layer_stage(settings: FitSettings, method: Method, inputs: LayerInputs) -> LayerStage:
+    """Fit layers to text in which random ids replace a part of the tokens."""
+    rounds = SIGN_ROUNDS if settings.refine_signs else 0
+    sequences = with_random_tokens(inputs.sequences, inputs.num_ids, RANDOM_PART)
+    batches = batched(sequences, BATCH_SEQUENCES * settings.calibration.length)
+    return LayerStage(batches, moments, partial(solve_layer, method, rounds, inputs.with_upgrades))
 
-    method: Method
-    sign_rounds: int  # 0 keeps the signs of the differences
-    with_upgrades: bool = False  # also find upgrades of each delta
 
-    def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> Moments:
-        return moments(teacher, student)
+def solve_layer(
+    method: Method,
+    sign_rounds: int,  # 0 keeps the signs of the weight difference
+    with_upgrades: bool,
+    pair: TensorPair,
+    gathered: Moments,
+    block: StudentBlock | None,
+) -> FittedMatrix:
+    """Return the delta of least layer error, by the better of several axes, and with it its upgrades.
 
-    def solve(self, pair: TensorPair, gathered: Moments, block: StudentBlock | None) -> SignPlane:
-        """Return the delta of least layer error; of several axes, the one that errs less."""
-        problem = _problem(pair, gathered)
-        solutions = (solve(problem, axis, sign_rounds=self.sign_rounds) for axis in AXES_OF[self.method])
-        return _stored(min(solutions, key=lambda solved: solved.loss))
+    The upgrades are the delta with a second plane, and with a low-rank residual of a quarter of a plane's bytes.
+    """
+    problem = _problem(pair, gathered)
+    solutions = (solve(problem, axis, sign_rounds=sign_rounds) for axis in AXES_OF[method])
+    coded = _stored(min(solutions, key=lambda solved: solved.loss))
+    if not with_upgrades:
+        return FittedMatrix(MatrixDelta((coded,)))
+    problem = remaining(problem, coded.dense())
+    second = solve(problem, coded.axis, sign_rounds=sign_rounds)
+    left, right = low_rank(problem, quarter_rank(pair.shape))
+    upgrades = [MatrixDelta((coded, _stored(second))), MatrixDelta((coded,), left.cpu(), right.cpu())]
+    return FittedMatrix(MatrixDelta((coded,)), upgrades)
 
-    def upgrades(self, pair: TensorPair, gathered: Moments, coded: SignPlane) -> list[MatrixDelta]:
-        """Return `coded` with a second plane, and with a low-rank residual of a quarter of a plane's bytes."""
-        if not self.with_upgrades:
-            return []
-        problem = remaining(_problem(pair, gathered), coded.dense())
-        second = solve(problem, coded.axis, sign_rounds=self.sign_rounds)
-        left, right = low_rank(problem, quarter_rank(pair.shape))
-        return [MatrixDelta((coded, _stored(second))), MatrixDelta((coded,), left.cpu(), right.cpu())]
+
+def _split(length: int, num_train: int, widest: int) -> tuple[slice, slice]:
+    enough = math.ceil(LAYER_TOKENS * widest / length)
+    return slice(min(enough, num_train)), slice(num_train)
+
+
+def _solve_bytes(numel: int, in_features: int) -> int:
+    """Count the matrix with its differences, targets and signs, and the moments of its inputs."""
+    weights = 5 * FLOAT32_BYTES * (numel + min(CHUNK_WEIGHTS, numel))
+    return weights + (2 * FLOAT64_BYTES + 4 * FLOAT32_BYTES) * in_features**2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +163,7 @@ def _problem(pair: TensorPair, gathered: Moments) -> Problem:
     if not (torch.isfinite(gathered.gram).all() and torch.isfinite(cross).all()):
         raise CheckpointError(
             f"{pair.finetune.path}: the inputs of tensor {shown(pair.name)} on this text are not finite or overflow: "
-            "the checkpoint is damaged, or its training diverged; --calibration none reads no text"
+            "the checkpoint is damaged, or its training diverged; `text='none'` reads no text"
         )
     return Problem(difference, gathered.gram, cross, gathered.count)
 

@@ -1,15 +1,29 @@
-"""The strategy of the paper, and of BitDelta: AdamW on squared error, in layers (vectors alone) and end to end.
+"""The recipe of the paper, and of BitDelta: Algorithms 1 to 6 in the paper's order.
 
-The solver fills one layer's caches (Algorithms 1 and 4) and trains a scale vector from them (5), then chooses its axis
-(6) by `EndLoss`, Algorithm 3. `distill.py` runs Algorithm 2.
+AdamW trains scales on squared error, in each layer and then end to end.
 
-=============  ==========================================  ============================================
-ours           one scale per                               the paper's text; its Algorithm 6 and files
-=============  ==========================================  ============================================
-``out``        output feature, a row of ``W[out, in]``     ``row``; ``col``: mean of |delta| over axis 1
-``in``         input feature, a column of ``W[out, in]``   ``col``; ``row``: mean of |delta| over axis 0
-``scalar``     matrix                                      BitDelta's coefficient
-=============  ==========================================  ============================================
+===  ===================================================  ============================================
+no.  in the paper                                         here
+===  ===================================================  ============================================
+1    layer-wise compression with cached activations       `recipe`; its loop: `layers.Layerwise.run`
+2    end-to-end calibration of all vectors                `end_to_end`; its loop: `distill.Distillation`
+3    calibration caches of a layer                        `gather_inputs` and `calibration_caches`
+4    training of a layer's scaling vector                 `train_scales` and `layer_error`
+5    end-to-end validation loss                           `EndLoss`
+6    compression of a layer, with the choice of its axis  `compress_layer` and `choose_axis`
+7    application of a saved file                          `peraxis import per-axis` and `peraxis merge`
+===  ===================================================  ============================================
+
+A layer of base weights W_b and fine-tuned weights W_f ``[out, in]`` becomes ``W_b + v * B``: the sign mask
+``B = sign(W_f - W_b)``, and scales v, which alone train.
+
+==========  =================================  ================================================
+axis        one scale per                      the paper's text; its Algorithm 6 and files
+==========  =================================  ================================================
+``out``     output feature, a row of W         ``row``; ``col``: mean of |W_f - W_b| over axis 1
+``in``      input feature, a column of W       ``col``; ``row``: mean of |W_f - W_b| over axis 0
+``scalar``  matrix                             BitDelta's coefficient
+==========  =================================  ================================================
 """
 
 from __future__ import annotations
@@ -17,7 +31,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,15 +40,16 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from compressor.config import FitSettings, Method
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import Overlay, Weights, weight_with_delta
-from compressor.evaluate.fidelity import last_hiddens
+from compressor.fidelity import last_hiddens
 from compressor.fit.calibration import batched
 from compressor.fit.distill import DistillSettings
-from compressor.fit.layers import StudentBlock
-from compressor.fit.shapes import FitShapes
-from compressor.fit.strategy import FLOAT32_BYTES, FitStrategy, LayerStage, LayerStageInputs
+from compressor.fit.layers import LayerStage, StudentBlock
+from compressor.fit.recipe import LayerInputs, Recipe
 from compressor.pairs import TensorPair
+from compressor.resume import FittedMatrix
 from deltastore.errors import UsageError
 from deltastore.format.matrix import MatrixDelta, SignPlane, pack_signs
 
@@ -41,10 +57,90 @@ PaperAxis = Literal["scalar", "out", "in"]
 # Loss of the whole model with a candidate's scales in this layer.
 CandidateLoss = Callable[[PaperAxis, Tensor], float]
 
+VECTOR_EPOCHS, SCALAR_EPOCHS = 5, 1  # the paper's, and its BitDelta's
+WEIGHT_DECAY = 0.01  # AdamW's default
+LAYER_PART = 4  # the paper: 50 of 200 samples for its layers, 150 for the end
+BATCH_SEQUENCES = 4
+
+
+def recipe(settings: FitSettings, method: Method) -> Recipe:
+    """Algorithm 1: layer-wise compression with cached activations, then end-to-end training of all vectors.
+
+    Stages 1 and 2, the caches and the compression of each layer, take turns in forward order, so that a layer's inputs
+    come from the coded layers before it (section 2). They see the first quarter of the training sequences, and stage 3
+    the others. Both keep validation text apart. BitDelta, which is `scalar`, has stage 3 alone.
+
+    Raises:
+        UsageError: `both`, which is not the paper's.
+    """
+    if method == "both":
+        raise UsageError(
+            "`recipe='paper'` trains one vector or one number per matrix: give `method='per-axis'` or "
+            "`method='scalar'` with it"
+        )
+    return Recipe(
+        batch_tokens=BATCH_SEQUENCES * settings.calibration.length,
+        min_samples=8,
+        split=_split,
+        layers=None if method == "scalar" else partial(layer_stage, settings),
+        distillation=end_to_end(settings, method),
+        settings={
+            "rate": settings.rate,
+            "cosine": settings.cosine,
+            "axis_loss": settings.axis_loss,
+            "with_scalar": settings.with_scalar,
+        },
+        solve_bytes=_solve_bytes,
+    )
+
+
+def layer_stage(settings: FitSettings, inputs: LayerInputs) -> LayerStage:
+    """Stages 1 and 2 of Algorithm 1 for one run: Algorithm 3 gathers, and Algorithm 6 solves."""
+    training = ScaleTrainingSettings(
+        batch_rows=settings.calibration.length,
+        lr=settings.rate,
+        cosine=settings.cosine,
+        scalar=settings.with_scalar,
+    )
+    end_loss = None
+    if settings.axis_loss == "end":
+        end_loss = EndLoss(inputs.finetune, inputs.pairs, inputs.validation, inputs.device)
+    num_validation_tokens = sum(ids.numel() for ids in inputs.validation)
+    batches = batched(inputs.sequences, BATCH_SEQUENCES * settings.calibration.length)
+    solve = partial(compress_layer, training, num_validation_tokens, end_loss)
+    return LayerStage([*batches, *inputs.validation], gather_inputs, solve)
+
+
+def _split(num_train: int, widest: int) -> tuple[slice, slice]:
+    cut = num_train // LAYER_PART
+    return slice(cut), slice(cut, num_train)
+
+
+def _solve_bytes(numel: int, in_features: int) -> int:
+    """Count base, difference and signs in float32, and what AdamW's step makes of them."""
+    return 6 * 4 * numel
+
+
+def end_to_end(settings: FitSettings, method: Method) -> DistillSettings:
+    """Algorithm 2: train all scales at once on ``|| logits of W_f - logits of the student ||^2``.
+
+    AdamW in the scales' own units at a constant rate; the last epoch's scales are kept.
+    """
+    default = SCALAR_EPOCHS if method == "scalar" else VECTOR_EPOCHS
+    return DistillSettings(
+        loss="squared",
+        epochs=default if settings.distill_epochs is None else settings.distill_epochs,
+        rate=settings.rate,
+        relative=False,
+        cosine=False,
+        weight_decay=WEIGHT_DECAY,
+        keeps_best=False,
+    )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActivationCache:
-    """Inputs and outputs of one layer in BF16 (Algorithm 4).
+    """Inputs and outputs of one layer in BF16.
 
     Raises:
         ValueError: no rows, unequal numbers of them, or another dtype.
@@ -74,6 +170,25 @@ class LayerCaches:
     validation: ActivationCache
 
 
+def gather_inputs(teacher: Iterable[Tensor], student: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Algorithm 3, its forwards: both models' inputs ``[tokens, in]`` of a layer, on the CPU.
+
+    The student's are BF16. Memory grows with the text.
+    """
+    teacher_inputs = torch.cat([batch.cpu() for batch in teacher])
+    return teacher_inputs, torch.cat([batch.cpu().bfloat16() for batch in student])
+
+
+def calibration_caches(
+    pair: TensorPair, gathered: tuple[Tensor, Tensor], num_validation_tokens: int
+) -> LayerCaches:
+    """Algorithm 3, its caches: X of the student and ``Y = X_teacher W_f'``, the last tokens for validation."""
+    teacher_inputs, x = gathered
+    weight = pair.finetune.read(pair.tensor.name, slice(0, pair.shape[0])).float()
+    y, cut = (teacher_inputs @ weight.T).bfloat16(), len(x) - num_validation_tokens
+    return LayerCaches(ActivationCache(x[:cut], y[:cut]), ActivationCache(x[cut:], y[cut:]))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FrozenLayer:
     """The parts of a layer that stay frozen while its scales train."""
@@ -87,26 +202,17 @@ class ScaleTrainingSettings:
     """The training budget of every candidate; the defaults are the paper's."""
 
     batch_rows: int  # of one step: the tokens of one cached batch
-    epochs: int = 5
+    epochs: int = VECTOR_EPOCHS
     lr: float = 1e-4
     cosine: bool = False
     scalar: bool = False  # also try a single scale
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AxisChoice:
-    """The axis chosen, its trained scales, and the loss of each candidate."""
-
-    axis: PaperAxis
-    scale: Tensor  # [out], [in] or [1] float32
-    losses: dict[PaperAxis, float]
 
 
 def initial_scale(
     difference: Tensor,  # [out, in] float32
     axis: PaperAxis,
 ) -> Tensor:  # [out], [in] or [1]; float32
-    """Mean magnitude of the difference over the weights that share a scale: the least weight error for its signs.
+    """Mean magnitude of the weight difference over the weights that share a scale, of least weight error for its signs.
 
     For `scalar` this is BitDelta's coefficient.
     """
@@ -123,10 +229,10 @@ def train_scales(
     cache: ActivationCache,
     settings: ScaleTrainingSettings,
 ) -> Tensor:  # as init, float32
-    """Algorithm 5: train scales for `settings.epochs` passes over the cache.
+    """Algorithm 4: train the scales of one layer on ``|| Y - X (W_b + v * B)' ||^2 / n`` (section 2).
 
-    Each batch, in the cache's order, is one AdamW step on squared error. With `cosine` the rate falls to zero over all
-    steps.
+    Each batch, in the cache's order, is one AdamW step, for `settings.epochs` passes over the cache. With `cosine` the
+    rate falls to zero over all steps.
     """
     base, signs = _frozen(layer)
     scale = init.float().clone().requires_grad_()
@@ -153,41 +259,13 @@ def layer_error(
     cache: ActivationCache,
     batch_rows: int,
 ) -> float:
-    """Mean squared error of the layer's outputs over a cache, the paper's validation loss of a candidate."""
+    """Algorithm 4, validation: the mean squared error of the layer's outputs over a cache."""
     base, signs = _frozen(layer)
     total = 0.0
     for x, y in cache.batches(batch_rows):
         output = F.linear(x, base) + _delta_output(x, signs, scale.float(), axis)
         total += float(F.mse_loss(output, y, reduction="sum"))
     return total / cache.y.numel()
-
-
-def choose_axis(
-    layer: FrozenLayer,
-    difference: Tensor,  # [out, in] float32
-    caches: LayerCaches,
-    settings: ScaleTrainingSettings,
-    candidate_loss: CandidateLoss | None = None,
-) -> AxisChoice:
-    """Algorithm 6: train each candidate under the same budget and keep the one of least loss.
-
-    Args:
-        candidate_loss: the whole model's loss with a candidate, as in Algorithm 6; by default the layer's validation
-            error decides, as in the paper's text. On a tie `in` wins, as in Algorithm 6.
-    """
-    candidates: tuple[PaperAxis, ...] = ("in", "out", "scalar") if settings.scalar else ("in", "out")
-    scales: dict[PaperAxis, Tensor] = {}
-    losses: dict[PaperAxis, float] = {}
-    for axis in candidates:
-        scale = scales[axis] = train_scales(
-            layer, initial_scale(difference, axis), axis, caches.train, settings
-        )
-        if candidate_loss is None:
-            losses[axis] = layer_error(layer, scale, axis, caches.validation, settings.batch_rows)
-        else:
-            losses[axis] = candidate_loss(axis, scale)
-    chosen = min(candidates, key=losses.__getitem__)
-    return AxisChoice(chosen, scales[chosen], losses)
 
 
 def _frozen(layer: FrozenLayer) -> tuple[Tensor, Tensor]:  # base and signs as numbers, [out, in] float32
@@ -198,126 +276,8 @@ def _delta_output(x: Tensor, signs: Tensor, scale: Tensor, axis: PaperAxis) -> T
     return F.linear(x * scale, signs) if axis == "in" else F.linear(x, signs) * scale
 
 
-VECTOR_EPOCHS, SCALAR_EPOCHS = 5, 1  # the paper's, and its BitDelta's
-WEIGHT_DECAY = 0.01  # AdamW's default
-LAYER_PART = 4  # the paper: 50 of 200 samples for its layers, 150 for the end
-NUM_AXES = 2  # trained per layer
-
-
-@dataclass(frozen=True, slots=True)
-class PaperStrategy(FitStrategy):
-    """`--solver adamw`: the paper with one vector per matrix, BitDelta with one number."""
-
-    batch_sequences: ClassVar[int] = 4
-    min_samples: ClassVar[int] = 8
-
-    @property
-    def distillation(self) -> DistillSettings:
-        """Algorithm 2: the last epoch's scales, trained in their own units."""
-        default = SCALAR_EPOCHS if self.method == "scalar" else VECTOR_EPOCHS
-        epochs = self.fit_settings.distill_epochs
-        return DistillSettings(
-            loss="squared",
-            epochs=default if epochs is None else epochs,
-            rate=self.fit_settings.rate,
-            relative=False,
-            cosine=False,
-            weight_decay=WEIGHT_DECAY,
-            keeps_best=False,
-        )
-
-    @property
-    def fits_layers(self) -> bool:
-        """False for BitDelta, which trains end to end alone."""
-        return self.method != "scalar"
-
-    def split(self, num_train: int, widest: int) -> tuple[slice, slice]:
-        """Give layers and end text of their own, as in the paper."""
-        cut = num_train // LAYER_PART
-        return slice(cut), slice(cut, num_train)
-
-    def layer_stage(self, inputs: LayerStageInputs) -> LayerStage:
-        settings = ScaleTrainingSettings(
-            batch_rows=self.fit_settings.calibration.length,
-            lr=self.fit_settings.rate,
-            cosine=self.fit_settings.cosine,
-            scalar=self.fit_settings.with_scalar,
-        )
-        end_loss = None
-        if self.fit_settings.axis_loss == "end":
-            end_loss = EndLoss(inputs.finetune, inputs.pairs, inputs.validation, inputs.device)
-        solver = PaperLayerSolver(settings, sum(ids.numel() for ids in inputs.validation), end_loss)
-        return LayerStage([*batched(inputs.sequences, self.batch_tokens), *inputs.validation], solver)
-
-    def check(self, spare_bytes: int) -> None:
-        if self.method == "both":
-            raise UsageError(
-                "--solver adamw trains one vector or one number per matrix: give --method per-axis or scalar with it"
-            )
-        if spare_bytes:
-            raise UsageError("--budget above 1 needs --solver lstsq, which measures what more bytes gain")
-        FitStrategy.check(self, spare_bytes)
-
-    def own_settings(self) -> dict[str, Any]:
-        return {
-            "rate": self.fit_settings.rate,
-            "cosine": self.fit_settings.cosine,
-            "axis_loss": self.fit_settings.axis_loss,
-            "with_scalar": self.fit_settings.with_scalar,
-        }
-
-    def solve_operations(self, shapes: FitShapes, num_tokens: int) -> float:
-        """Count forward and backward products of every epoch, for both axes."""
-        epochs = ScaleTrainingSettings(batch_rows=1).epochs
-        return 6.0 * NUM_AXES * epochs * num_tokens * shapes.num_coded
-
-    def solve_bytes(self, numel: int, in_features: int) -> int:
-        """Count the base's weights, differences and signs in float32, and what AdamW's step makes of them."""
-        return 6 * FLOAT32_BYTES * numel
-
-
-@dataclass(frozen=True, slots=True)
-class PaperLayerSolver:
-    """One scale vector or scalar per matrix; the signs stay those of the difference."""
-
-    settings: ScaleTrainingSettings
-    num_validation_tokens: int  # the last of all tokens
-    end_loss: EndLoss | None = None  # chooses the axis in place of the layer's own loss, as in Algorithm 6
-
-    def gather(self, teacher: Iterable[Tensor], student: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return both models' inputs ``[tokens, in]`` on the CPU, the student's in BF16. They grow with the text."""
-        teacher_inputs = torch.cat([batch.cpu() for batch in teacher])
-        return teacher_inputs, torch.cat([batch.cpu().bfloat16() for batch in student])
-
-    def solve(
-        self, pair: TensorPair, gathered: tuple[Tensor, Tensor], block: StudentBlock | None
-    ) -> SignPlane:
-        teacher_inputs, inputs = gathered
-        rows = slice(0, pair.shape[0])
-        difference, base = pair.row_block(rows), pair.base.read(pair.base_tensor.name)
-        outputs = (teacher_inputs @ pair.finetune.read(pair.tensor.name, rows).float().T).bfloat16()
-        cut = len(inputs) - self.num_validation_tokens
-        train, validation = (
-            ActivationCache(inputs[part], outputs[part]) for part in (slice(cut), slice(cut, None))
-        )
-        signs, candidate_loss = difference > 0, None
-        if self.end_loss is not None and block is not None:
-            candidate_loss = _candidate_loss(self.end_loss, pair, block, signs)
-        layer, caches = FrozenLayer(base, signs), LayerCaches(train, validation)
-        choice = choose_axis(layer, difference, caches, self.settings, candidate_loss)
-        if self.end_loss is not None:
-            self.end_loss.mark_fitted(pair.name)
-        return _stored(signs, choice.axis, choice.scale)
-
-    def upgrades(
-        self, pair: TensorPair, gathered: tuple[Tensor, Tensor], coded: SignPlane
-    ) -> list[MatrixDelta]:
-        """Return none: the paper has one plane."""
-        return []
-
-
 class EndLoss:
-    """Squared error of the whole student's logits with one candidate in one layer (Algorithm 3).
+    """Algorithm 5: ``|| logits of the student - logits of W_f ||^2`` with one candidate in one layer.
 
     Measured on validation batches, which are the last batches of a `StudentBlock`'s inputs. Layers that are not fitted
     yet are the base's, as the student begins in Algorithm 1. Reads every later block for each candidate.
@@ -340,7 +300,7 @@ class EndLoss:
             ]
 
     def __call__(self, pair: TensorPair, block: StudentBlock, delta: SignPlane) -> float:
-        """Return the mean over batches of ``|| logits - the fine-tune's ||^2`` with `delta` in the layer of `pair`."""
+        """Return the mean over batches of the squared error with `delta` in the layer of `pair`."""
         groups = block.decoder.linears(block.block, block.index)
         paths = {linear.name: linear.path for group in groups for linear in group}
         parameters = {
@@ -378,13 +338,68 @@ class EndLoss:
         return None if pair is None else weight_with_delta(pair, None)
 
 
-def _candidate_loss(end_loss: EndLoss, pair: TensorPair, block: StudentBlock, signs: Tensor) -> CandidateLoss:
-    """Return the end loss as a function of one layer's candidates."""
+@dataclass(frozen=True, slots=True, eq=False)
+class AxisChoice:
+    """The axis chosen, its trained scales, and the loss of each candidate."""
 
-    def candidate_loss(axis: PaperAxis, scale: Tensor) -> float:
-        return end_loss(pair, block, _stored(signs, axis, scale))
+    axis: PaperAxis
+    scale: Tensor  # [out], [in] or [1] float32
+    losses: dict[PaperAxis, float]
 
-    return candidate_loss
+
+def compress_layer(
+    settings: ScaleTrainingSettings,
+    num_validation_tokens: int,  # the last of all tokens
+    end_loss: EndLoss | None,  # chooses the axis in place of the layer's own loss
+    pair: TensorPair,
+    gathered: tuple[Tensor, Tensor],
+    block: StudentBlock | None,  # None for the output head
+) -> FittedMatrix:
+    """Algorithm 6: code a layer by the sign mask of its weight difference, and by scales on the axis that errs less."""
+    difference = pair.row_block(slice(0, pair.shape[0]))
+    layer = FrozenLayer(pair.base.read(pair.base_tensor.name), difference > 0)
+    caches = calibration_caches(pair, gathered, num_validation_tokens)
+    candidate_loss = None
+    if end_loss is not None and block is not None:
+        candidate_loss = partial(_candidate_loss, end_loss, pair, block, layer.signs)
+    choice = choose_axis(layer, difference, caches, settings, candidate_loss)
+    if end_loss is not None:
+        end_loss.mark_fitted(pair.name)
+    return FittedMatrix(MatrixDelta((_stored(layer.signs, choice.axis, choice.scale),)))
+
+
+def choose_axis(
+    layer: FrozenLayer,
+    difference: Tensor,  # [out, in] float32
+    caches: LayerCaches,
+    settings: ScaleTrainingSettings,
+    candidate_loss: CandidateLoss | None = None,
+) -> AxisChoice:
+    """Algorithm 6, the choice: train each candidate under the same budget and keep the one of least loss.
+
+    Args:
+        candidate_loss: the whole model's loss with a candidate, as in Algorithm 6; by default the layer's validation
+            error decides, as in section 2. On a tie `in` wins, as in Algorithm 6.
+    """
+    candidates: tuple[PaperAxis, ...] = ("in", "out", "scalar") if settings.scalar else ("in", "out")
+    scales: dict[PaperAxis, Tensor] = {}
+    losses: dict[PaperAxis, float] = {}
+    for axis in candidates:
+        scale = scales[axis] = train_scales(
+            layer, initial_scale(difference, axis), axis, caches.train, settings
+        )
+        if candidate_loss is None:
+            losses[axis] = layer_error(layer, scale, axis, caches.validation, settings.batch_rows)
+        else:
+            losses[axis] = candidate_loss(axis, scale)
+    chosen = min(candidates, key=losses.__getitem__)
+    return AxisChoice(chosen, scales[chosen], losses)
+
+
+def _candidate_loss(
+    end_loss: EndLoss, pair: TensorPair, block: StudentBlock, signs: Tensor, axis: PaperAxis, scale: Tensor
+) -> float:
+    return end_loss(pair, block, _stored(signs, axis, scale))
 
 
 def _stored(signs: Tensor, axis: PaperAxis, scale: Tensor) -> SignPlane:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.fit.problem import Problem, cholesky
-from compressor.fit.signs import SIGN_RIDGE, descend_signs, own_signs, refine_signs
+from compressor.fit.signs import SIGN_RIDGE, Problem, cholesky, descend_signs, own_signs, refine_signs
 from deltastore.format.matrix import Axis
 
 Scales = tuple[Tensor | None, Tensor | None]  # out, [out] or [1]; in, [in]; None where an axis has none

@@ -22,9 +22,9 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from compressor.evaluate.tasks import Example
 from compressor.model_card.facts import DeltaFacts, ErrorGrid, TensorFacts, by_module, grouped
 from compressor.sources import HUB_ID
+from compressor.tasks import Example
 from deltastore.console import size_text
 from deltastore.errors import StorageFull, UsageError
 from deltastore.format.matrix import AXES
@@ -60,26 +60,26 @@ def check_card_directory(directory: Path) -> None:
             a card that `write_card` wrote.
     """
     if find_spec("matplotlib") is None:
-        raise UsageError(f"--report {directory}: its figures need matplotlib: pip install 'peraxis[report]'")
+        raise UsageError(f"`report` {directory}: its figures need matplotlib: pip install 'peraxis[report]'")
     existing = directory
     while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir():
         raise UsageError(
-            f"--report {directory}: {existing} is no directory: choose another, or a name for a new one"
+            f"`report` {directory}: {existing} is no directory: choose another, or a name for a new one"
         )
     if taken := [name for name in FILES if (directory / name).is_dir()]:
-        raise UsageError(f"--report {directory}: {taken[0]} in it is a directory: choose another --report")
+        raise UsageError(f"`report` {directory}: {taken[0]} in it is a directory: choose another `report`")
     try:
         tempfile.TemporaryFile(dir=existing).close()
         is_other = (directory / CARD).exists() and MARK.encode() not in (directory / CARD).read_bytes()
     except OSError as error:
         raise UsageError(
-            f"--report {directory}: {existing}: {error.strerror}: choose another --report"
+            f"`report` {directory}: {existing}: {error.strerror}: choose another `report`"
         ) from error
     if is_other:
         raise UsageError(
-            f"--report {directory}: its {CARD} is not a card of a delta: move it away, or choose another --report"
+            f"`report` {directory}: its {CARD} is not a card of a delta: move it away, or choose another `report`"
         )
 
 
@@ -107,7 +107,7 @@ def write_card(directory: Path, facts: DeltaFacts) -> None:
     except OSError as error:
         kind = StorageFull if error.errno in FULL else UsageError
         raise kind(
-            f"--report {directory}: {error.strerror}: free some space there or choose another --report"
+            f"`report` {directory}: {error.strerror}: free some space there or choose another `report`"
         ) from error
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 from statistics import fmean
 from typing import TypeVar
 
-from compressor.evaluate.tasks import Example
+from compressor.tasks import Example
 from compressor.writer import WrittenDelta
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import TensorSpec

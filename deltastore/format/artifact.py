@@ -60,7 +60,7 @@ class ArtifactWriter:
             # Closed by __exit__.
             self._spool: BinaryIO = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
         except OSError as error:
-            raise UsageError(f"{path.parent}: {error.strerror}: choose another --out") from error
+            raise UsageError(f"{path.parent}: {error.strerror}: choose another `out`") from error
 
     def __enter__(self) -> Self:
         return self
@@ -146,7 +146,7 @@ class ArtifactWriter:
                 Path(partial).unlink(missing_ok=True)
         except OSError as error:
             raise StorageFull(
-                f"{self.path}: {error.strerror}: free some space there or choose another --out"
+                f"{self.path}: {error.strerror}: free some space there or choose another `out`"
             ) from error
         return digest.hexdigest()
 
@@ -178,7 +178,7 @@ class ArtifactWriter:
             self._spool.write(data.view(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise StorageFull(
-                f"{self.path.parent}: {error.strerror}: free some space or choose another --out"
+                f"{self.path.parent}: {error.strerror}: free some space or choose another `out`"
             ) from error
 
 

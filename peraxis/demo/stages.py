@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compressor.config import CompressConfig
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
+from compressor.config import Calibration, CompressConfig, FitSettings
 from compressor.pipeline import CompressResult, compress
 from deltastore.console import table
 from peraxis.demo.measure import FirstTokens, checkpoint_first_tokens, delta_first_tokens, exact_match

@@ -40,7 +40,7 @@ from bench.quality.runs import (
     unseen_sources,
     write_texts,
 )
-from compressor.evaluate.fidelity import Fidelity
+from compressor.fidelity import Fidelity
 from peraxis.demo.tasks import Split, is_held_out, make_tasks
 
 PAIR = "instruct"  # whose vocabulary is longer than the base's
@@ -191,8 +191,8 @@ def figures(ours: float) -> PairFigures:
     """Make figures: KL 1 for the baselines and `ours` for our runs, equal bytes, a tenth of the paper's time."""
 
     def figure(run: Run) -> DeltaFigure:
-        fidelity = Fidelity(ours if run.solver == "lstsq" else 1.0, 0.9, 5.0, 4.0, 100)
-        seconds = 10.0 if run.solver == "adamw" else 1.0
+        fidelity = Fidelity(ours if run.recipe == "ours" else 1.0, 0.9, 5.0, 4.0, 100)
+        seconds = 10.0 if run.recipe == "paper" else 1.0
         return DeltaFigure(run, Cost(1000, seconds, 10), Scores(fidelity, fidelity, 0.5))
 
     runs = [SCALAR, BITDELTA, PAPER, UNTRAINED, ONE_VECTOR, OURS, CODED, replace(CODED, budget=1.10)]

@@ -15,13 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from compressor import resume
-from compressor.config import CompressConfig
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
+from compressor.config import Calibration, CompressConfig, FitSettings
 from compressor.fit.layers import Layerwise
 from compressor.pipeline import compress
 from compressor.resume import SUFFIX, CheckpointStore
@@ -31,7 +26,7 @@ from tests.helpers.tiny_models import Change, TinyModels, make_pair
 
 SELF = Calibration("self", samples=16, length=12, seed=0)
 OURS = FitSettings(SELF, distill_epochs=3, budget=1.2)  # signs move from the second epoch on
-PAPER = FitSettings(SELF, solver="adamw", distill_epochs=2, axis_loss="end")
+PAPER = FitSettings(SELF, recipe="paper", distill_epochs=2, axis_loss="end")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +48,7 @@ def undisturbed(models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def run(models: TinyModels, out: Path, fit_settings: FitSettings = OURS, **config: Any) -> str:
-    method = "per-axis" if fit_settings.solver == "adamw" else "both"
+    method = "per-axis" if fit_settings.recipe == "paper" else "both"
     settings = {"method": method, "fit_settings": fit_settings, **config}
     return compress(CompressConfig(str(models.base), str(models.finetunes[0]), out, **settings)).digest
 
@@ -80,8 +75,7 @@ def interrupted(models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
         with pytest.raises(KeyboardInterrupt):
             run(models, out)
     assert {path.name for path in progress_of(out).iterdir()} == {
-        *("inputs.json", "text.safetensors", "block-0.safetensors", "block-1.safetensors"),
-        *("layers.safetensors", "end_to_end.pt"),
+        *("inputs.json", "text.pt", "block-0.pt", "block-1.pt", "layers.pt", "end_to_end.pt")
     }
     return progress_of(out)
 
@@ -126,8 +120,9 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
 ) -> None:
     def half(state: Any, path: Path) -> None:
         torch.serialization.save(state, path)
-        os.truncate(path, path.stat().st_size // 2)
-        raise KeyboardInterrupt
+        if path.name == ".end_to_end.pt":
+            os.truncate(path, path.stat().st_size // 2)
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", half)
@@ -135,7 +130,7 @@ def test_a_run_interrupted_while_it_writes_goes_on_to_the_same_bytes(
             run(models, tmp_path / "delta")
     assert not (progress_of(tmp_path / "delta") / "end_to_end.pt").exists()
     (note,) = interrupted.value.__notes__
-    assert "delta.progress keeps what is done so far: go on with --resume" in note
+    assert "delta.progress keeps what is done so far: go on with `resume=True`" in note
     assert run(models, tmp_path / "delta", resume=True) == undisturbed(OURS)
     assert os.listdir(tmp_path) == ["delta"]
 
@@ -173,12 +168,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "epochs": {"fit_settings": replace(OURS, distill_epochs=4)},
     "signs": {"fit_settings": replace(OURS, learn_signs=False)},
     "budget": {"fit_settings": replace(OURS, budget=1.3)},
-    "solver": {"fit_settings": replace(PAPER, distill_epochs=2), "method": "per-axis"},
+    "recipe": {"fit_settings": replace(PAPER, distill_epochs=2), "method": "per-axis"},
 }
 MISTAKEN: dict[str, dict[str, Any]] = {
     "samples": {"fit_settings": replace(OURS, calibration=replace(SELF, samples=2))},
-    "text": {"fit_settings": replace(OURS, calibration=replace(SELF, source="no-such-file.txt"))},
-    "solver": {"fit_settings": PAPER, "method": "both"},
+    "text": {"fit_settings": replace(OURS, calibration=replace(SELF, text="no-such-file.txt"))},
+    "recipe": {"fit_settings": PAPER, "method": "both"},
 }
 
 
@@ -225,7 +220,7 @@ def test_another_file_of_the_same_name_is_other_text(models: TinyModels, tmp_pat
         texts.append(tmp_path / f"{number}" / "text.txt")
         texts[-1].parent.mkdir()
         texts[-1].write_text(f"{number} is what this says. " * 100)
-    own = [replace(OURS, calibration=replace(SELF, source=str(text))) for text in texts]
+    own = [replace(OURS, calibration=replace(SELF, text=str(text))) for text in texts]
     with pytest.MonkeyPatch.context() as patch:
         interrupt_after(patch, 3)
         with pytest.raises(KeyboardInterrupt):
@@ -242,13 +237,10 @@ def test_another_finetune_is_refused(models: TinyModels, begun: Path, tmp_path: 
 
 def flip_a_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    middle = len(content) // 2  # where numbers are, not names
-    if path.name == "end_to_end.pt":  # a zip file, which pads between its entries
-        with zipfile.ZipFile(path) as entries:
-            tensors = [entries.read(name) for name in entries.namelist() if "/data/" in name]
-        largest = max(tensors, key=len)
-        middle = content.index(largest) + len(largest) // 2
-    content[middle] ^= 1
+    # A zip file, which pads between its entries.
+    with zipfile.ZipFile(path) as entries:
+        largest = max((entries.read(name) for name in entries.namelist() if "/data/" in name), key=len)
+    content[content.index(largest) + len(largest) // 2] ^= 1
     path.write_bytes(content)
 
 
@@ -261,10 +253,7 @@ def empty(path: Path) -> None:
 
 
 def write_another_content(path: Path) -> None:
-    if path.suffix == ".pt":
-        torch.save({"epochs": 1}, path)
-    else:
-        save_file({"other": torch.zeros(2)}, path)
+    torch.save({"epochs": 1}, path)
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, cut, empty, write_another_content])
@@ -282,7 +271,7 @@ def test_every_damaged_stage_is_computed_again_to_the_same_bytes(
     # A block that comes behind a damaged one is not read.
     assert [line for line in capsys.readouterr().err.splitlines() if "damaged" in line] == [
         f"{progress_of(begun) / name}: it is damaged: this stage is computed again"
-        for name in ("text.safetensors", "layers.safetensors", "block-0.safetensors", "end_to_end.pt")
+        for name in ("text.pt", "layers.pt", "block-0.pt", "end_to_end.pt")
     ]
 
 
@@ -292,7 +281,7 @@ def test_one_damaged_stage_costs_no_other(
     undisturbed: Callable[[FitSettings], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cut(progress_of(begun) / "text.safetensors")
+    cut(progress_of(begun) / "text.pt")
     kept, keep = [], CheckpointStore._keep
 
     def noted(self: CheckpointStore, filename: str, write: Callable[[Path], object]) -> None:
@@ -301,7 +290,7 @@ def test_one_damaged_stage_costs_no_other(
 
     monkeypatch.setattr(CheckpointStore, "_keep", noted)
     assert run(models, begun, resume=True) == undisturbed(OURS)
-    assert kept == ["text.safetensors", "end_to_end.pt", "end_to_end.pt"]
+    assert kept == ["text.pt", "end_to_end.pt", "end_to_end.pt"]
 
 
 def test_too_little_memory_is_no_damage(
@@ -317,7 +306,7 @@ def test_too_little_memory_is_no_damage(
 
 def test_damaged_inputs_are_other_inputs(models: TinyModels, begun: Path) -> None:
     (progress_of(begun) / "inputs.json").write_bytes(b"\xff{")
-    with pytest.raises(UsageError, match="leave --resume away"):
+    with pytest.raises(UsageError, match="leave `resume` away"):
         run(models, begun, resume=True)
 
 
@@ -327,7 +316,9 @@ def test_a_delta_that_is_not_good_enough_is_written_once_less_is_asked_for(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(FidelityError, match=r"less than --min-agreement 100\.00%.* --resume with a lower"):
+    with pytest.raises(
+        FidelityError, match=r"less than `min_agreement` 100\.00%.* `resume=True` with a lower"
+    ):
         run(models, tmp_path / "delta", min_agreement=1.0)
     assert os.listdir(tmp_path) == ["delta.progress"]
     monkeypatch.setattr(CheckpointStore, "_keep", lambda *args: pytest.fail("a stage ran again"))
@@ -336,45 +327,49 @@ def test_a_delta_that_is_not_good_enough_is_written_once_less_is_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("writer", "error"),
+    ("stage", "error"),
     [
-        ("save_file", SafetensorError("Error while serializing: I/O error: No space left on device")),
-        ("save_file", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
-        ("torch.save", RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")),
+        ("block-1", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        ("end_to_end", RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")),
     ],
-    ids=["safetensors", "system", "torch"],
+    ids=["system", "torch"],
 )
 def test_a_full_disk_is_one_error_after_which_the_run_goes_on(
-    writer: str,
+    stage: str,
     error: Exception,
     models: TinyModels,
     undisturbed: Callable[[FitSettings], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(content: Any, path: Path, **_: Any) -> None:
+    def fail(content: Any, path: Path) -> None:
+        if path.name != f".{stage}.pt":
+            torch.serialization.save(content, path)
+            return
         path.write_bytes(b"part of it")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
         raise error
 
     out = tmp_path / "delta"
     with monkeypatch.context() as patch:
-        patch.setattr(f"compressor.resume.{writer}", fail)
+        patch.setattr(torch, "save", fail)
         with pytest.raises(StorageFull) as caught:
             run(models, out)
     monkeypatch.undo()
     assert str(caught.value).startswith(f"{progress_of(out)}: ")
-    assert str(caught.value).endswith("free some space for what is done so far and run again with --resume")
+    assert str(caught.value).endswith(
+        "free some space for what is done so far and run again with `resume=True`"
+    )
     assert not any(path.name.startswith(".") for path in progress_of(out).iterdir())
     assert run(models, out, resume=True) == undisturbed(OURS)
 
 
-def test_an_error_of_safetensors_with_free_disk_is_not_reported_as_a_full_disk(
+def test_an_error_of_torch_with_free_disk_is_not_reported_as_a_full_disk(
     models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(content: Any, path: Path, **_: Any) -> None:
+    def fail(content: Any, path: Path) -> None:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(resume, "save_file", fail)
+    monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(RuntimeError, match="something else"):
         run(models, tmp_path / "delta")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.codec import Method, T, code_matrix, row_blocks, workers
+from compressor.codec import T, code_matrix, row_blocks, workers
+from compressor.config import Method
 from deltastore.format.matrix import unpack_mask
 
 SHAPES = [(2, 2), (3, 7), (5, 8), (17, 33), (64, 100), (131, 1031), (4099, 70)]

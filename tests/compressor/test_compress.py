@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from compressor.codec import Method
+from compressor.config import Method
 from deltastore.format.artifact import Artifact
 from tests.compressor.helpers.compressing import compressed, rewrite, rewrite_config, variant_tensors
 from tests.helpers.tiny_models import ARCHITECTURES, VOCAB_SIZE, Change, TinyModels, make_pair

@@ -11,7 +11,7 @@ from bench import compress as bench_compress
 from bench import merge as bench_merge
 from bench.compress import measure
 from bench.synthetic import LlamaShapes
-from compressor.codec import Method
+from compressor.config import Method
 from deltastore import console
 from tests.compressor.helpers.compressing import compressed
 from tests.helpers.tiny_models import make_pair

@@ -177,14 +177,14 @@ def test_a_hub_id_in_the_hub_cache_needs_no_network(
 
 @pytest.mark.parametrize("out", ["no/such/delta", "base", "base/config.json/delta"])
 def test_an_out_that_cannot_be_a_file_is_refused(out: str, models: TinyModels) -> None:
-    assert "give --out the name of a file" in refused(models, UsageError, models.base.parent / out)
+    assert "give `out` the name of a file" in refused(models, UsageError, models.base.parent / out)
 
 
 def test_an_out_that_cannot_be_written_is_refused(
     models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
-    assert "choose another --out" in refused(models, UsageError, Path("/proc/delta"))
+    assert "choose another `out`" in refused(models, UsageError, Path("/proc/delta"))
 
 
 def test_a_full_disk_is_refused_before_work(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,9 @@ def test_an_out_that_is_or_lies_in_an_input_is_a_wrong_argument(
 
 
 def test_an_out_beside_the_inputs_is_apart_from_them(place: Path) -> None:
-    check_not_an_input(place / "base.safetensors", {"--base": place / "base", "--finetune": "org/model"})
+    check_not_an_input(place / "base.safetensors", {"base": place / "base", "finetune": "org/model"})
 
 
 def test_the_line_names_the_option_that_reads(place: Path) -> None:
-    with pytest.raises(UsageError, match="lies in tuned, which --finetune reads"):
-        check_not_an_input(
-            Path("tuned/delta"), {"--base": "base", "--finetune": "tuned", "--calibration": None}
-        )
+    with pytest.raises(UsageError, match="lies in tuned, which `finetune` reads"):
+        check_not_an_input(Path("tuned/delta"), {"base": "base", "finetune": "tuned", "text": None})

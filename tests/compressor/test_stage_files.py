@@ -29,9 +29,7 @@ def test_deltas_come_back_as_they_were_kept(axis: Axis, tmp_path: Path) -> None:
     again = CheckpointStore(tmp_path / "delta", {}, resume=True)
     assert (again.load_matrices("stage") or {}).keys() == matrices.keys()
     assert again.load_matrices("empty") == {}
-    assert (
-        again.load_matrices("another") is again.load_tensors("another") is again.load_state("another") is None
-    )
+    assert again.load_matrices("another") is again.load("another") is None
     for name, matrix in (again.load_matrices("stage") or {}).items():
         expected = (matrices[name].delta, *matrices[name].upgrades)
         for own, delta in zip((matrix.delta, *matrix.upgrades), expected, strict=True):
@@ -52,7 +50,7 @@ def test_what_fails_before_anything_was_kept_speaks_of_no_progress(
 def stored(tmp_path: Path) -> Path:
     """An out beside which one stage is kept."""
     out = tmp_path / "delta"
-    CheckpointStore(out, {"seed": 1}, resume=False).save_state("stage", 1)
+    CheckpointStore(out, {"seed": 1}, resume=False).save("stage", 1)
     return out
 
 
@@ -63,9 +61,9 @@ def test_a_state_of_an_older_format_is_refused(older: int | None, stored: Path) 
     path.write_text(
         json.dumps({key: value for key, value in inputs.items() if value is not None}, sort_keys=True)
     )
-    with pytest.raises(UsageError, match=r"other inputs or settings: .* leave --resume away to begin anew"):
+    with pytest.raises(UsageError, match=r"other inputs or settings: .* leave `resume` away to begin anew"):
         CheckpointStore(stored, {"seed": 1}, resume=True)
-    assert CheckpointStore(stored, {"seed": 1}, resume=False).load_state("stage") is None
+    assert CheckpointStore(stored, {"seed": 1}, resume=False).load("stage") is None
 
 
 def test_the_next_format_refuses_a_state_of_this_one(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
+from compressor.config import Calibration, FitSettings
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
 from server.protocol.messages import DoneEvent, ErrorEvent, PromptEvent

@@ -213,13 +213,13 @@ def test_the_old_form_of_torch_save_is_refused(models: TinyModels) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(models: TinyModels) -> None:
-    assert "no such file: give --diff" in refused(models)
+    assert "no such file: give `diff`" in refused(models)
 
 
 def test_a_head_of_its_own_under_a_tie_is_refused(tmp_path: Path) -> None:
     models = make_packable("qwen2", tmp_path, Change(tied=False))
     saved(models, bitdelta(models))
-    assert "give --finetune a directory whose config.json has tie_word_embeddings false" in refused(models)
+    assert "give `finetune` a directory whose config.json has tie_word_embeddings false" in refused(models)
 
 
 def test_a_tie_that_no_file_can_carry_is_refused(tmp_path: Path) -> None:

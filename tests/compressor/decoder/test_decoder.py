@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import Overlay
-from compressor.evaluate.fidelity import last_hiddens
+from compressor.fidelity import last_hiddens
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
 from tests.compressor.helpers.decoders import CPU, RUN, make_model, open_decoder, whole_model
@@ -201,15 +201,13 @@ def test_gradients_flow_through_blocks_last_norm_and_head(tmp_path: Path) -> Non
 
 def test_a_model_whose_layers_give_more_than_hidden_states_is_refused(tmp_path: Path) -> None:
     decoder = open_decoder(make_model("bloom", tmp_path))
-    with pytest.raises(CheckpointError, match=r"'bloom' give more than hidden states.*--calibration none"):
+    with pytest.raises(CheckpointError, match=r"'bloom' give more than hidden states.*`text='none'`"):
         decoder.run(decoder.load_block(0), 0, torch.zeros(1, 2, 64))
 
 
 def test_a_model_whose_layers_read_more_than_hidden_states_is_refused(tmp_path: Path) -> None:
     decoder = open_decoder(make_model("gemma3n_text", tmp_path))
-    with pytest.raises(
-        CheckpointError, match=r"'gemma3n_text' read more than hidden states.*--calibration none"
-    ):
+    with pytest.raises(CheckpointError, match=r"'gemma3n_text' read more than hidden states.*`text='none'`"):
         decoder.embed([IDS])
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from compressor.config import Calibration, FitSettings
 from compressor.fit.budget import UpgradeKey, measure, spend, stored_bytes
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
 from compressor.pipeline import CompressResult
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.matrix import AXES, Axis, MatrixDelta

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from compressor.fit.calibration import Calibration, batched, calibration_text, split_text
+from compressor.config import Calibration
+from compressor.fit.calibration import batched, calibration_text, split_text
 from deltastore.errors import CheckpointError, UsageError
 from tests.compressor.helpers.decoders import open_decoder
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
@@ -162,7 +163,7 @@ def test_a_data_set_that_cannot_be_reached_is_one_line(models: Path, monkeypatch
         raise ConnectionError("Couldn't reach the hub\n(after 5 attempts)")
 
     monkeypatch.setitem(sys.modules, "datasets", _datasets_module(unreachable))
-    with pytest.raises(UsageError, match=r"^--calibration c4: .*Couldn't reach the hub \(after 5 attempts\)"):
+    with pytest.raises(UsageError, match=r"^`text` c4: .*Couldn't reach the hub \(after 5 attempts\)"):
         text_of(models, "c4")
 
 
@@ -202,7 +203,7 @@ def test_a_file_that_is_not_text_says_where(models: Path, tmp_path: Path) -> Non
 
 def test_a_directory_is_no_text(models: Path, tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").mkdir()
-    with pytest.raises(UsageError, match=r"corpus\.txt: Is a directory: give --calibration a text file"):
+    with pytest.raises(UsageError, match=r"corpus\.txt: Is a directory: give `text` a text file"):
         text_of(models, tmp_path / "corpus.txt")
 
 
@@ -238,7 +239,7 @@ def test_a_template_that_refuses_messages_says_why(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
     with pytest.raises(UsageError, match=r"line 1: .*template refuses these messages: roles must alternate"):
         text_of(tmp_path, path)
-    with pytest.raises(UsageError, match=r"--calibration self: .*roles must alternate"):
+    with pytest.raises(UsageError, match=r"`text` self: .*roles must alternate"):
         text_of(tmp_path, "self")
 
 

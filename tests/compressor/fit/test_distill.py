@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.optim import Adafactor
 
+from compressor.config import Calibration, FitSettings
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import Overlay, weight_with_delta
-from compressor.evaluate.fidelity import fidelity
+from compressor.fidelity import fidelity
 from compressor.fit import distill
-from compressor.fit.calibration import Calibration
 from compressor.fit.distill import Distillation, DistillSettings, Loss, TeacherTargets, divergence
-from compressor.fit.fit_settings import FitSettings
-from compressor.fit.strategies import strategy_of
+from compressor.fit.fit import recipe_of
 from compressor.fit.student import Student
+from compressor.memory import state_bytes
 from compressor.resume import CheckpointStore
 from deltastore.checkpoint import Checkpoint
 from deltastore.format.matrix import unpack_signs
@@ -103,10 +103,12 @@ def test_room_on_the_disk_is_asked_for_two_states(models: TinyModels) -> None:
         )
 
     shapes = [pair.shape for pair in student.pairs.values()]
-    asked = strategy_of(fit_settings, "both").state_bytes(sum(map(math.prod, shapes)), sum(map(sum, shapes)))
+    recipe = recipe_of(fit_settings, "both").distillation
+    asked = state_bytes(recipe, 1.0, sum(map(math.prod, shapes)), sum(map(sum, shapes)))
     assert 1.8 * size(run.state()) < asked < 2.2 * size(run.state())
     fixed = replace(fit_settings, learn_signs=False)
-    assert strategy_of(fixed, "both").state_bytes(1 << 31, 10) == 2 * 3 * 10 * 4
+    recipe = recipe_of(fixed, "both").distillation
+    assert state_bytes(recipe, 1.0, 1 << 31, 10) == 2 * 3 * 10 * 4
 
 
 def test_signs_that_move_at_once_move_as_they_would_after_the_whole_batch(models: TinyModels) -> None:
@@ -170,12 +172,12 @@ def test_a_state_goes_on_to_bit_equal_results(models: TinyModels, tmp_path: Path
         student = student_of(models, deltas)
         run, begun = Distillation(student, targets(models), SIGNS), 0
         if resumed:
-            run.restore(store.load_state("end"))
+            run.restore(store.load("end"))
             begun = ends
         for epoch in range(begun, SIGNS.epochs):
             run.epoch(epoch)
             if not resumed and epoch + 1 == ends:
-                store.save_state("end", run.state())
+                store.save("end", run.state())
         found.append((leaves_of(student), student.stored()))
     for one, other in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(one, other)

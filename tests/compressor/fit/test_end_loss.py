@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from compressor.fit import paper
 from compressor.fit.calibration import batched
-from compressor.fit.layers import Layerwise, StudentBlock
+from compressor.fit.layers import LayerStage, Layerwise, StudentBlock
 from compressor.fit.paper import (
     ActivationCache,
     AxisChoice,
@@ -21,9 +22,10 @@ from compressor.fit.paper import (
     FrozenLayer,
     LayerCaches,
     PaperAxis,
-    PaperLayerSolver,
     ScaleTrainingSettings,
     choose_axis,
+    compress_layer,
+    gather_inputs,
 )
 from compressor.pairs import TensorPair
 from deltastore.checkpoint import Checkpoint
@@ -81,7 +83,8 @@ def run_stage(
         return seen[-1][1]
 
     monkeypatch.setattr(paper, "choose_axis", look)
-    stage.layerwise.run(BATCHES, PaperLayerSolver(settings, NUM_HELD_OUT * LENGTH, end_loss))
+    solve = partial(compress_layer, settings, NUM_HELD_OUT * LENGTH, end_loss)
+    stage.layerwise.run(LayerStage(BATCHES, gather_inputs, solve))
     for name, (caches, choice) in zip(stage.layerwise.fitted, seen, strict=True):
         stage.caches[name], stage.choices[name] = caches, choice
     return stage

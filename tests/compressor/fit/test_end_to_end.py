@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.fit.calibration import Calibration
+from compressor.config import Calibration, FitSettings
 from compressor.fit.distill import Distillation, DistillSettings
-from compressor.fit.fit_settings import FitSettings
+from compressor.fit.fit import recipe_of
 from compressor.fit.paper import WEIGHT_DECAY
-from compressor.fit.strategies import strategy_of
 from compressor.fit.trainable import TrainablePlane
 from compressor.pairs import TensorPair
 from deltastore.format.matrix import Axis, MatrixDelta, SignPlane, pack_signs, unpack_signs
@@ -167,7 +166,7 @@ def without_delta_paths(
 
 
 def test_the_papers_budget_is_five_epochs_of_vectors_and_one_of_scalars() -> None:
-    paper = FitSettings(Calibration("self", 200, 192), solver="adamw")
-    vectors, scalars = (strategy_of(paper, method).distillation for method in ("per-axis", "scalar"))
+    paper = FitSettings(Calibration("self", 200, 192), recipe="paper")
+    vectors, scalars = (recipe_of(paper, method).distillation for method in ("per-axis", "scalar"))
     assert (vectors.epochs, scalars.epochs, vectors.rate, scalars.rate) == (5, 1, 1e-4, 1e-4)
     assert vectors.weight_decay == scalars.weight_decay == WEIGHT_DECAY == DECAY

@@ -6,7 +6,9 @@ import itertools
 import json
 import math
 import os
+import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from compressor.config import CompressConfig
+from compressor.config import Calibration, CompressConfig, FitSettings
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import DeltaModel
-from compressor.evaluate.fidelity import fidelity
+from compressor.fidelity import fidelity
 from compressor.fit import least_squares
-from compressor.fit.calibration import Calibration, calibration_text, split_text
-from compressor.fit.fit import TextSplit
-from compressor.fit.fit_settings import FitSettings
-from compressor.fit.strategies import strategy_of
+from compressor.fit.calibration import calibration_text, split_text
+from compressor.fit.fit import TextSplit, recipe_of
 from compressor.pipeline import compress
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, UsageError
@@ -81,11 +81,11 @@ def test_the_artifact_is_as_good_as_it_says(
     assert said["kl"] < result.manifest.fidelity["base"]["kl"]
 
 
-@pytest.mark.parametrize("solver", ["lstsq", "adamw"])
+@pytest.mark.parametrize("recipe", ["ours", "paper"])
 @pytest.mark.parametrize("method", ["scalar", "per-axis"])
-def test_paper_and_bitdelta_are_as_good_as_they_say(solver: Any, method: Any, tmp_path: Path) -> None:
+def test_paper_and_bitdelta_are_as_good_as_they_say(recipe: Any, method: Any, tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=NOISY)
-    fit_settings = FitSettings(SELF, solver=solver, distill_epochs=1)
+    fit_settings = FitSettings(SELF, recipe=recipe, distill_epochs=1)
     result = compressed(models, tmp_path / "delta", method=method, fit_settings=fit_settings)
     expected = measured(models, tmp_path / "delta", SELF)
     assert result.manifest.fidelity["held_out"] == pytest.approx(expected, rel=1e-3)
@@ -103,10 +103,10 @@ def test_matrices_that_the_finetune_left_alone_are_not_made_up_for(tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize("solver", ["lstsq", "adamw"])
-def test_a_finetune_that_is_its_base_has_an_empty_delta(solver: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["ours", "paper"])
+def test_a_finetune_that_is_its_base_has_an_empty_delta(recipe: Any, tmp_path: Path) -> None:
     models = make_pair("llama", tmp_path, seed=5, changes=(Change(noise=0.0),))
-    fit_settings = FitSettings(SELF, solver=solver, distill_epochs=1, budget=1.0)
+    fit_settings = FitSettings(SELF, recipe=recipe, distill_epochs=1, budget=1.0)
     result = compressed(models, tmp_path / "delta", method="per-axis", fit_settings=fit_settings)
     assert result.manifest.tensors == {}
     assert result.manifest.fidelity["held_out"]["kl"] == 0
@@ -124,7 +124,7 @@ def test_only_norms_that_differ_need_no_fitting(tmp_path: Path) -> None:
     ("method", "fit_settings"),
     [
         ("both", FitSettings(SELF, budget=1.2)),
-        ("per-axis", FitSettings(SELF, solver="adamw", distill_epochs=1)),
+        ("per-axis", FitSettings(SELF, recipe="paper", distill_epochs=1)),
     ],
     ids=["ours", "paper"],
 )
@@ -165,14 +165,14 @@ def test_ours_keeps_the_epoch_that_does_best_on_text_held_out(
 
 def test_the_paper_takes_other_text_for_its_layers_than_for_the_end() -> None:
     text = [torch.tensor([number]) for number in range(200)]
-    paper = strategy_of(FitSettings(SELF, solver="adamw"), "per-axis")
+    paper = recipe_of(FitSettings(SELF, recipe="paper"), "per-axis")
     split = TextSplit.of(text, paper, widest=WIDE)
     parts = [
         [int(ids) for ids in part] for part in (split.layers, split.end_to_end, split.validation, split.test)
     ]
     assert [len(part) for part in parts] == [45, 135, 10, 10]
     assert sorted(itertools.chain.from_iterable(parts)) == list(range(200))
-    ours = TextSplit.of(text, strategy_of(FitSettings(SELF), "both"), widest=WIDE)
+    ours = TextSplit.of(text, recipe_of(FitSettings(SELF), "both"), widest=WIDE)
     assert len(ours.layers) == len(ours.end_to_end) == 180
 
 
@@ -223,7 +223,10 @@ def test_fewer_sequences_than_asked_for_are_told_and_noted(
         "num_sequences"
     ]
     assert 16 <= noted < 200
-    assert f"makes {noted} sequences of 16 tokens, fewer than --samples 200" in capsys.readouterr().err
+    assert (
+        f"makes {noted} sequences of 16 tokens, fewer than the 200 that were asked for"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_command_says_what_it_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,49 +293,81 @@ def test_text_that_is_too_short_is_refused_before_any_file_is_left(models: TinyM
     assert "short.txt: its text makes 0 sequences" in refused(models, UsageError, fit_settings=short)
 
 
-@pytest.mark.parametrize(("solver", "least"), [("lstsq", 4), ("adamw", 8)])
+@pytest.mark.parametrize(("recipe", "least"), [("ours", 4), ("paper", 8)])
 def test_so_few_samples_that_none_can_be_held_out_are_refused(
-    solver: Any, least: int, models: TinyModels
+    recipe: Any, least: int, models: TinyModels
 ) -> None:
-    few = FitSettings(Calibration("self", least - 1, 16), solver=solver)
+    few = FitSettings(Calibration("self", least - 1, 16), recipe=recipe)
     message = refused(models, UsageError, fit_settings=few, method="per-axis")
-    assert message.startswith(f"--samples {least - 1}: give at least {least}")
-    enough = FitSettings(Calibration("self", least, 16), solver=solver)
+    assert message.startswith(f"`samples` {least - 1}: give at least {least}")
+    enough = FitSettings(Calibration("self", least, 16), recipe=recipe)
     result = compressed(models, models.base.parent / "delta", method="per-axis", fit_settings=enough)
     assert result.manifest.fidelity["held_out"]["num_tokens"] >= 16
 
 
-def test_the_papers_solver_has_no_both(models: TinyModels) -> None:
-    message = refused(models, UsageError, fit_settings=FitSettings(SELF, solver="adamw"))
+def test_the_papers_recipe_has_no_both(models: TinyModels) -> None:
+    message = refused(models, UsageError, fit_settings=FitSettings(SELF, recipe="paper"), method="both")
     assert message.startswith(
-        "--solver adamw trains one vector or one number per matrix: give --method per-axis"
+        "`recipe='paper'` trains one vector or one number per matrix: give `method='per-axis'`"
     )
 
 
-def test_the_papers_solver_has_no_budget(models: TinyModels) -> None:
-    paper = FitSettings(SELF, solver="adamw", budget=1.5)
-    assert "needs --solver lstsq" in refused(models, UsageError, fit_settings=paper, method="per-axis")
+@pytest.mark.parametrize(
+    ("recipe", "unread", "reader"),
+    [
+        ("paper", {"budget": 1.5}, "ours"),
+        ("paper", {"learn_signs": False}, "ours"),
+        ("paper", {"refine_signs": False}, "ours"),
+        ("ours", {"rate": 0.1}, "paper"),
+        ("ours", {"cosine": True}, "paper"),
+        ("ours", {"axis_loss": "end"}, "paper"),
+        ("ours", {"with_scalar": True}, "paper"),
+    ],
+)
+def test_what_a_recipe_does_not_read_is_refused(recipe: Any, unread: dict[str, Any], reader: str) -> None:
+    ((name, value),) = unread.items()
+    shown = f"{name}=False" if value is False else name
+    message = f"`{shown}` does nothing with `recipe='{recipe}'`: give `recipe='{reader}'` with it"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        FitSettings(SELF, recipe=recipe, **unread)
+
+
+def test_the_papers_recipe_is_per_axis_unless_another_method_is_given(models: TinyModels) -> None:
+    config = CompressConfig("base", "finetune", models.base.parent / "delta")
+    paper = replace(config, fit_settings=FitSettings(SELF, recipe="paper"))
+    assert (config.scales, replace(config, fit_settings=OURS).scales, paper.scales) == (
+        "both",
+        "both",
+        "per-axis",
+    )
+    assert replace(paper, method="scalar").scales == "scalar"
+
+
+@pytest.mark.parametrize("option", [{"min_agreement": 0.5}, {"resume": True}])
+def test_what_needs_text_is_refused_without(option: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"`{next(iter(option))}` does nothing without calibration text"):
+        CompressConfig("base", "finetune", tmp_path / "delta", **option)
 
 
 @pytest.mark.parametrize("budget", [0.9, -1.0, math.nan, math.inf])
 def test_a_budget_that_is_none_is_refused(budget: float) -> None:
-    with pytest.raises(UsageError, match=r"--budget .*: give at least 1"):
+    with pytest.raises(UsageError, match=r"`budget` .*: give at least 1"):
         FitSettings(SELF, budget=budget)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1e-4, math.nan, math.inf])
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
-    with pytest.raises(UsageError, match=r"--rate .*: give a number above 0"):
+    with pytest.raises(UsageError, match=r"`rate` .*: give a number above 0"):
         FitSettings(SELF, rate=rate)
 
 
 def test_negative_epochs_are_refused() -> None:
-    with pytest.raises(UsageError, match="--distill-epochs -1"):
+    with pytest.raises(UsageError, match="`distill_epochs` -1"):
         FitSettings(SELF, distill_epochs=-1)
 
 
 def test_a_device_that_is_not_there_is_refused(models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "--device cuda: this machine has none" in refused(
+    assert "`device` cuda: this machine has none" in refused(
         models, UsageError, fit_settings=FitSettings(SELF, device="cuda")
     )

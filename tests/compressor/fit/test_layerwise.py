@@ -8,11 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compressor.codec import Method
-from compressor.config import CompressConfig
+from compressor.config import Calibration, CompressConfig, FitSettings, Method
 from compressor.convert.merge import MergeConfig, merge
-from compressor.fit.calibration import Calibration
-from compressor.fit.fit_settings import FitSettings
 from compressor.pipeline import compress
 from deltastore.errors import UsageError
 from deltastore.format.artifact import Artifact

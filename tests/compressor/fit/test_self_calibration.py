@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM
 
+from compressor.config import Calibration
 from compressor.decoder.sampling import MEMORY_PART, GenerationPlan, draw, free_bytes, kv_bytes, sample
-from compressor.fit.calibration import Calibration, calibration_text
+from compressor.fit.calibration import calibration_text
 from deltastore.errors import CheckpointError, UsageError
 from tests.compressor.helpers.decoders import CPU, open_decoder, whole_model
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
@@ -131,9 +132,7 @@ def test_a_model_without_a_kv_cache_is_refused_with_what_to_give_instead(
     if heads is not None:
         config.num_attention_heads = heads
     MambaForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"'mamba' has no KV cache .*: give --calibration a \.txt or \.jsonl"
-    ):
+    with pytest.raises(CheckpointError, match=r"'mamba' has no KV cache .*: give `text` a \.txt or \.jsonl"):
         own_text(tmp_path)
 
 

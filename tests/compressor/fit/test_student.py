@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compressor.config import Calibration, FitSettings
 from compressor.convert.merge import MergeConfig, merge
-from compressor.fit.calibration import Calibration
 from compressor.fit.distill import Distillation, DistillSettings, divergence
-from compressor.fit.fit_settings import FitSettings
 from compressor.fit.student import Student
 from deltastore.format.artifact import Artifact
 from tests.compressor.helpers.compressing import compressed
@@ -154,7 +153,7 @@ def test_a_model_with_experts_compresses_with_all_its_matrices_coded(
 @pytest.mark.parametrize("architecture", EXPERTS)
 def test_a_model_with_experts_compresses_as_in_the_paper(architecture: str, tmp_path: Path) -> None:
     models = with_experts(architecture, tmp_path)
-    paper = FitSettings(Calibration("self", 16, 16), solver="adamw", distill_epochs=1, axis_loss="end")
+    paper = FitSettings(Calibration("self", 16, 16), recipe="paper", distill_epochs=1, axis_loss="end")
     result = compressed(models, tmp_path / "delta", method="per-axis", fit_settings=paper)
     assert result.manifest.fidelity["held_out"]["kl"] < result.manifest.fidelity["base"]["kl"]
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from compressor.codec import Method, code_matrix
+from compressor.codec import code_matrix
+from compressor.config import Method
 from compressor.decoder.decoder import Decoder
-from compressor.evaluate.fidelity import last_hiddens
+from compressor.fidelity import last_hiddens
 from compressor.fit.distill import TeacherTargets
 from compressor.fit.student import Student
 from compressor.fit.trainable import Trainable

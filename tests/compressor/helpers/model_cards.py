@@ -10,9 +10,9 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from markdown_it import MarkdownIt
 
-from compressor.evaluate.tasks import Example
 from compressor.model_card.card import CARD, write_card
 from compressor.model_card.facts import DeltaFacts, TensorFacts
+from compressor.tasks import Example
 from compressor.writer import WrittenDelta
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import Axis

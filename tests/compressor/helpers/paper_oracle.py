@@ -1,4 +1,4 @@
-"""The paper's formulas in float64: AdamW, the loss of a layer, and the training of its scales (Algorithm 5)."""
+"""The paper's formulas in float64: AdamW, the loss of a layer, and the training of its scales (Algorithm 4)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def squared_error(layer: FrozenLayer, scale: Tensor, axis: PaperAxis, x: Tensor,
 def trained_scales(
     layer: FrozenLayer, init: Tensor, axis: PaperAxis, cache: ActivationCache, settings: ScaleTrainingSettings
 ) -> Tensor:
-    """Return the scales that Algorithm 5 trains."""
+    """Return the scales that Algorithm 4 trains."""
     scale, optimizer = init.double(), AdamW64()
     starts = range(0, len(cache.x), settings.batch_rows)
     num_steps = settings.epochs * len(starts)

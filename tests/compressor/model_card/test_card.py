@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from compressor.evaluate.tasks import Example
 from compressor.model_card.card import visible
 from compressor.model_card.facts import DeltaFacts, TensorFacts
+from compressor.tasks import Example
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import TensorSpec
 from tests.compressor.helpers.compressing import compressed, enriched

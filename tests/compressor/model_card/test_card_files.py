@@ -89,7 +89,7 @@ def test_the_check_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_what_is_no_directory_is_refused(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match=r"^--report .* is no directory: choose another"):
+    with pytest.raises(UsageError, match=r"^`report` .* is no directory: choose another"):
         check_card_directory(tmp_path / place)
 
 
@@ -108,7 +108,7 @@ def test_a_readme_of_another_hand_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a directory without write permission")
 def test_a_directory_that_cannot_be_written_to_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^--report /proc/report: /proc: .*: choose another --report$"):
+    with pytest.raises(UsageError, match=r"^`report` /proc/report: /proc: .*: choose another `report`$"):
         check_card_directory(Path("/proc/report"))
 
 

@@ -100,7 +100,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_not_there_is_a_wrong_argument(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No such file or directory: choose another --out"):
+    with pytest.raises(UsageError, match="No such file or directory: choose another `out`"):
         ArtifactWriter(tmp_path / "nowhere" / "a")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from compressor.convert.merge import MergeConfig, merge
-from compressor.evaluate.tasks import PAPER, Tasks
+from compressor.tasks import PAPER, Tasks
 from deltastore.errors import UsageError
 from peraxis.cli import run
 from tests.compressor.helpers.decoders import whole_model
@@ -197,5 +197,5 @@ def test_without_the_harness_its_extra_is_named(
     monkeypatch.setitem(sys.modules, "lm_eval", None)  # what makes an import fail
     assert run([*evaluated.args(tasks="paper"), "--no-progress"]) == 2
     assert capsys.readouterr().err.endswith("pip install 'peraxis[eval]'\n")
-    with pytest.raises(UsageError, match=r"--tasks needs lm-evaluation-harness"):
+    with pytest.raises(UsageError, match=r"`tasks` needs lm-evaluation-harness"):
         Tasks.load(["paper"])

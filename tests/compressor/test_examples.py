@@ -11,8 +11,8 @@ import torch
 
 from compressor.convert.merge import MergeConfig, merge
 from compressor.decoder.weights import DeltaModel, base_with_added_rows
-from compressor.evaluate.tasks import NEW_TOKENS, PROMPT_TOKENS, Example, examples
 from compressor.pairs import pair_up
+from compressor.tasks import NEW_TOKENS, PROMPT_TOKENS, Example, examples
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
 from deltastore.format.artifact import Artifact

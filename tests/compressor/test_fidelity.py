@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import compressor.evaluate.fidelity
-from compressor.evaluate.fidelity import Fidelity, Predictions, compare, fidelity
+import compressor.fidelity
+from compressor.fidelity import Fidelity, Predictions, compare, fidelity
 from deltastore.errors import CheckpointError
 from tests.compressor.helpers.decoders import open_decoder, whole_model
 from tests.helpers.tiny_models import Change, TinyModels, make_pair
@@ -89,8 +89,8 @@ def test_pieces_of_any_size_give_the_same(tmp_path: Path, monkeypatch: pytest.Mo
     teacher, student = (open_decoder(path) for path in make("tied", tmp_path).finetunes)
     whole = fidelity(teacher, student, BATCHES)
     # Seven tokens at a time, which divides no sequence.
-    monkeypatch.setattr(compressor.evaluate.fidelity, "LOGITS_NUMEL", 7 * 259)
-    monkeypatch.setattr(compressor.evaluate.fidelity, "DOUBLES_NUMEL", 3 * 259)
+    monkeypatch.setattr(compressor.fidelity, "LOGITS_NUMEL", 7 * 259)
+    monkeypatch.setattr(compressor.fidelity, "DOUBLES_NUMEL", 3 * 259)
     assert_near(fidelity(teacher, student, BATCHES), whole)
 
 
@@ -100,7 +100,7 @@ def test_no_more_logits_than_asked_for_are_made_at_once(
     decoder, sizes = open_decoder(make("tied", tmp_path).finetunes[0]), []
     predictions = Predictions.of(decoder, BATCHES)
     predictions.head.register_forward_hook(lambda module, args, output: sizes.append(output.numel()))
-    monkeypatch.setattr(compressor.evaluate.fidelity, "LOGITS_NUMEL", 5 * 259 + 1)
+    monkeypatch.setattr(compressor.fidelity, "LOGITS_NUMEL", 5 * 259 + 1)
     compare(predictions, predictions, BATCHES)
     assert max(sizes) == 5 * 259
 

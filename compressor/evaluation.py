@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from compressor.adapters import finetune_directory
+from compressor.config import Calibration
 from compressor.convert.merge import MergeConfig, merge
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import DeltaModel, base_with_added_rows
-from compressor.evaluate.fidelity import Fidelity, Predictions, compare
-from compressor.evaluate.tasks import Score, Tasks
-from compressor.fit.calibration import Calibration, batched, calibration_text
+from compressor.fidelity import Fidelity, Predictions, compare
+from compressor.fit.calibration import batched, calibration_text
 from compressor.pairs import Pairs, pair_up
 from compressor.sources import checkpoint_directory
+from compressor.tasks import Score, Tasks
 from deltastore.checkpoint import Checkpoint
 from deltastore.console import identify_base, progress_bar, rounded
 from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
@@ -45,7 +46,7 @@ class EvalConfig:
     base: str  # a directory or a hub id
     finetune: str  # the same, or an adapter's
     delta: Path
-    text: str  # a source of `Calibration`
+    text: str  # as `Calibration` takes it
     samples: int
     tasks: tuple[str, ...] = ()
     progress: bool = False
@@ -118,7 +119,7 @@ def _measure(
 ) -> tuple[int, list[Fidelity]]:
     """Return the number of sequences of text and the students' fidelity on them."""
     if config.text == "none":
-        raise UsageError("--text none: give a .txt or .jsonl file, a data set's name, or self")
+        raise UsageError("`text` none: give a .txt or .jsonl file, a data set's name, or self")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     teacher = Decoder(finetune, device, torch.float32)
     sequences = calibration_text(Calibration(config.text, config.samples, seed=SEED), teacher)
@@ -182,16 +183,12 @@ def _scores(tasks: Tasks, directories: Sequence[Path], config: EvalConfig) -> di
 
 @contextmanager
 def _errors_of_text() -> Iterator[None]:
-    """Name --text in errors of calibration's code, which name options of `compress`."""
+    """Name a way out of errors of running a model by blocks; an evaluation needs text."""
     try:
         yield
-    except UsageError as error:
-        raise UsageError(str(error).replace("--calibration", "--text")) from error
     except CheckpointError as error:
         way_out = "merge it and compare whole models"
-        raise CheckpointError(
-            str(error).replace("use --calibration none", way_out).replace("--calibration", "--text")
-        ) from error
+        raise CheckpointError(str(error).replace("give `text='none'`", way_out)) from error
 
 
 @contextmanager
@@ -200,4 +197,4 @@ def _errors_of_scratch() -> Iterator[None]:
     try:
         yield
     except StorageFull as error:
-        raise StorageFull(str(error).replace("choose another --out", "set TMPDIR to another disk")) from error
+        raise StorageFull(str(error).replace("choose another `out`", "set TMPDIR to another disk")) from error

@@ -101,10 +101,10 @@ class Tasks:
 
 def _load(manager: Any, name: str) -> Any:
     if _is_file(name) and not Path(name).is_file():
-        raise UsageError(f"--tasks {name}: no such file")
+        raise UsageError(f"`tasks` {name}: no such file")
     if not _is_file(name) and name not in manager.all_tasks:
         raise UsageError(
-            f"--tasks {name}: lm-evaluation-harness has no such task: "
+            f"`tasks` {name}: lm-evaluation-harness has no such task: "
             "give one that `lm-eval ls tasks` lists, or a .yaml file"
         )
     try:
@@ -116,7 +116,7 @@ def _load(manager: Any, name: str) -> Any:
             if _is_file(name)
             else "try again where the hub is reachable, or give a .yaml file"
         )
-        raise UsageError(f"--tasks {name}: it cannot be loaded ({_reason(error)}): {remedy}") from error
+        raise UsageError(f"`tasks` {name}: it cannot be loaded ({_reason(error)}): {remedy}") from error
 
 
 def _is_file(name: str) -> bool:
@@ -160,7 +160,7 @@ def _harness(module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise UsageError(
-            f"--tasks needs lm-evaluation-harness ({_reason(error)}): pip install 'peraxis[eval]'"
+            f"`tasks` needs lm-evaluation-harness ({_reason(error)}): pip install 'peraxis[eval]'"
         ) from error
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.decoder.decoder import Decoder
-from compressor.evaluate.fidelity import fidelity
+from compressor.fidelity import fidelity
 from compressor.pipeline import compress
 from deltastore.checkpoint import Checkpoint
 from peraxis.cli import run

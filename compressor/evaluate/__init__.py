@@ -1,1 +1,0 @@
-"""Compare base, fine-tune and delta on text and tasks."""

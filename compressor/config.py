@@ -200,9 +200,7 @@ class CompressConfig:
     ] = False
     report: Annotated[
         Path | None,
-        Option(
-            "Write a model card (README.md) and its figures there; needs the extra 'report'.", metavar="DIR"
-        ),
+        Option("Write a model card (README.md) there.", metavar="DIR"),
     ] = None
 
     def __post_init__(self) -> None:

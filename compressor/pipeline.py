@@ -16,8 +16,7 @@ from compressor.adapters import finetune_directory
 from compressor.config import CompressConfig, FitSettings
 from compressor.decoder.weights import DeltaModel, base_with_added_rows, finetune_with_own_head
 from compressor.memory import Requirements, check_memory, disk_bytes, requirements_of
-from compressor.model_card.card import check_card_directory, write_card
-from compressor.model_card.facts import DeltaFacts
+from compressor.model_card import DeltaFacts, check_card_directory, write_card
 from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
 from compressor.pairs import PairCoding, Pairs, changed_names, delta_tensors, pair_up
 from compressor.resume import CheckpointStore, open_checkpoint_store

@@ -35,16 +35,15 @@ MAX_MODULES_ELSEWHERE = 10
 SHORT_LINES = 100
 # Those that do not, and why.
 SHORT_ALONE = {
-    "compressor.model_card.figures": "needs the extra report, which only a model card imports",
     "peraxis.demo.page_cache": "benches use it, which measure no demo",
     "server.api.operations": "routes, which app.py mounts and does not define",
     "server.scale.ingress": "a deployment, which app.py binds to others and Ray runs in processes of its own",
 }
 # Packages of extras, and the modules that may need them.
-EXTRAS = {"triton", "lm_eval", "datasets", "matplotlib", "peft", "ray", "obstore", "opentelemetry"}
+EXTRAS = {"triton", "lm_eval", "datasets", "peft", "ray", "obstore", "opentelemetry"}
 NEED_EXTRAS = (
-    "compressor.model_card.figures", "deltastore.registry.bucket.", "server.kernels.attention_cuda",
-    "server.kernels.onebit_cuda", "server.scale.", "server.tracing",
+    "deltastore.registry.bucket.", "server.kernels.attention_cuda", "server.kernels.onebit_cuda", "server.scale.",
+    "server.tracing",
 )  # fmt: skip
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
 

@@ -10,8 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from markdown_it import MarkdownIt
 
-from compressor.model_card.card import CARD, write_card
-from compressor.model_card.facts import DeltaFacts, TensorFacts
+from compressor.model_card import CARD, DeltaFacts, TensorFacts, write_card
 from compressor.tasks import Example
 from compressor.writer import WrittenDelta
 from deltastore.format.manifest import Manifest, TensorSpec

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from compressor.model_card.card import check_card_directory, write_card
+from compressor.model_card import check_card_directory, write_card
 from deltastore.errors import StorageFull, UsageError
 from deltastore.format.manifest import TensorSpec
 from tests.compressor.helpers.model_cards import facts_of, model_of
 
-Image = pytest.importorskip("PIL.Image", reason="figures need matplotlib: pip install 'peraxis[report]'")
-pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'peraxis[report]'")
-
-ALL = {"README.md", "error.png", "size.png"}
+ALL = {"README.md"}
 
 
 def names(directory: Path) -> set[str]:
@@ -29,31 +25,9 @@ def test_a_missing_directory_is_made(tmp_path: Path) -> None:
     assert names(tmp_path / "new" / "report") == ALL
 
 
-def test_the_figures_are_images(tmp_path: Path) -> None:
-    write_card(tmp_path, facts_of(model_of(2)))
-    for name in ALL - {"README.md"}:
-        with Image.open(tmp_path / name) as image:
-            image.load()
-            assert min(image.size) > 50
-            assert len(image.convert("RGB").getcolors(1 << 24)) > 2
-
-
 def test_the_same_facts_give_the_same_bytes(tmp_path: Path) -> None:
     for directory in ("one", "two"):
         write_card(tmp_path / directory, facts_of(model_of(3)))
-    for name in ALL:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-def test_the_users_own_style_of_figures_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import matplotlib
-
-    write_card(tmp_path / "one", facts_of(model_of(2)))
-    monkeypatch.setitem(matplotlib.rcParams, "font.size", 30)
-    monkeypatch.setitem(matplotlib.rcParams, "axes.facecolor", "red")
-    write_card(tmp_path / "two", facts_of(model_of(2)))
     for name in ALL:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
@@ -62,7 +36,7 @@ def test_a_new_card_replaces_an_older_one_and_leaves_other_files(tmp_path: Path)
     write_card(tmp_path, facts_of(model_of(2)))
     (tmp_path / "notes.txt").write_text("mine")
     write_card(tmp_path, facts_of({"norm.weight": TensorSpec(codec="whole", shape=[4])}, name="other"))
-    assert names(tmp_path) == {"README.md", "size.png", "notes.txt"}
+    assert names(tmp_path) == {"README.md", "notes.txt"}
     assert "# `other`\n" in (tmp_path / "README.md").read_text()
 
 
@@ -110,11 +84,3 @@ def test_a_readme_of_another_hand_is_refused(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_to_is_refused() -> None:
     with pytest.raises(UsageError, match=r"^`report` /proc/report: /proc: .*: choose another `report`$"):
         check_card_directory(Path("/proc/report"))
-
-
-def test_without_matplotlib_the_error_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what makes an import fail
-    with pytest.raises(UsageError, match=r"pip install 'peraxis\[report\]'"):
-        check_card_directory(tmp_path)

@@ -1,6 +1,6 @@
-"""The model card of a delta: README.md with metadata for the Hugging Face hub, and its figures, replaced together.
+"""The model card of a delta: README.md with metadata for the Hugging Face hub.
 
-`template.md` has the text. Names and continuations come from fine-tunes, which are not trusted: each stands in a code
+`model_card.md` has the text. Names and continuations come from fine-tunes, which are not trusted: each stands in a code
 span.
 """
 
@@ -14,23 +14,25 @@ import string
 import tempfile
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import pi, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from compressor.model_card.facts import DeltaFacts, ErrorGrid, TensorFacts, by_module, grouped
 from compressor.sources import HUB_ID
 from compressor.tasks import Example
+from compressor.writer import WrittenDelta
 from deltastore.console import size_text
 from deltastore.errors import StorageFull, UsageError
+from deltastore.format.artifact import Artifact
+from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import AXES
+from deltastore.format.sizes import KINDS, extra_bytes, files_bytes, tensor_bytes
 
-CARD, SIZE_FIGURE, ERROR_FIGURE = "README.md", "size.png", "error.png"
-FILES = (SIZE_FIGURE, ERROR_FIGURE, CARD)
+CARD = "README.md"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 MARK = "<!-- Written by peraxis compress --report, which replaces this file. -->"
 METRICS = {
@@ -47,20 +49,86 @@ GAUSSIAN_ERROR = sqrt(1 - 2 / pi)
 # Uploads a delta to a server on this machine.
 UPLOAD = "curl -X POST 'localhost:8000/variants?name=NAME' -H 'Content-Type: application/octet-stream'"
 # Jinja2 in Markdown; the arguments are those of `_model_card`.
-TEMPLATE = Path(__file__).with_name("template.md")
+TEMPLATE = Path(__file__).with_suffix(".md")
 UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # Unicode categories of characters without a glyph
 JOINERS = "\u200c\u200d"  # needed by scripts and emoji
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """One tensor of the manifest, and where its name says that it stands."""
+
+    name: str
+    spec: TensorSpec
+    num_bytes: int
+    extra_bytes: int  # of further sign planes and a low-rank residual
+    module: str  # its type, such as `q_proj`; `experts.w1` for one of many experts
+    pattern: str  # the name, with `*` for an expert's number
+
+    @classmethod
+    def of(cls, name: str, spec: TensorSpec, num_bytes: int, extra_bytes: int) -> TensorFacts:
+        return cls(name, spec, num_bytes, extra_bytes, *_location(name))
+
+
+def _location(name: str) -> tuple[str, str]:
+    """Return module type and pattern of a tensor's name."""
+    parts = name.removesuffix(".weight").split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isascii() and part.isdigit()]
+    if not numbers:
+        return parts[-1], name
+    if len(numbers) == 1:
+        return parts[-1] if numbers[0] < len(parts) - 1 else parts[0], name
+    expert = numbers[1]
+    module = ".".join([parts[expert - 1], *parts[expert + 1 :]])
+    return module, ".".join([*parts[:expert], "*", *parts[expert + 1 :]])
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaFacts:
+    """A written delta and what was measured of it."""
+
+    written: WrittenDelta
+    finetune_id: str  # a hub id or a directory's name
+    tensors: Sequence[TensorFacts]
+    sizes: Mapping[str, int]  # bytes by `KINDS`, and `overhead` for header and padding
+    examples: Sequence[Example]
+
+    @classmethod
+    def of(cls, written: WrittenDelta, finetune_id: str, examples: Sequence[Example]) -> DeltaFacts:
+        with Artifact.open(written.out) as artifact:
+            by_name = {name: tensor_bytes(artifact, name) for name in written.manifest.tensors}
+            sizes = {kind: sum(size.get(kind, 0) for size in by_name.values()) for kind in KINDS}
+            sizes["files"] = files_bytes(artifact)
+            sizes["overhead"] = artifact.size_bytes - sum(sizes.values())
+            tensors = [
+                TensorFacts.of(name, spec, sum(size.values()), extra_bytes(artifact, name))
+                for (name, spec), size in zip(written.manifest.tensors.items(), by_name.values(), strict=True)
+            ]
+        return cls(written, finetune_id, tensors, sizes, examples)
+
+
+def by_module(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
+    """Return the coded matrices of each module type."""
+    return grouped((tensor for tensor in tensors if tensor.spec.axis), lambda tensor: tensor.module)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items of each key, in the order of their first."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def check_card_directory(directory: Path) -> None:
     """Check that a card can be written, before any work is done for it. Leaves nothing behind.
 
     Raises:
-        UsageError: matplotlib is not installed, `directory` is none or cannot be written to, or its README.md is not
-            a card that `write_card` wrote.
+        UsageError: `directory` is none or cannot be written to, or its README.md is not a card that `write_card` wrote.
     """
-    if find_spec("matplotlib") is None:
-        raise UsageError(f"`report` {directory}: its figures need matplotlib: pip install 'peraxis[report]'")
     existing = directory
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -68,8 +136,8 @@ def check_card_directory(directory: Path) -> None:
         raise UsageError(
             f"`report` {directory}: {existing} is no directory: choose another, or a name for a new one"
         )
-    if taken := [name for name in FILES if (directory / name).is_dir()]:
-        raise UsageError(f"`report` {directory}: {taken[0]} in it is a directory: choose another `report`")
+    if (directory / CARD).is_dir():
+        raise UsageError(f"`report` {directory}: {CARD} in it is a directory: choose another `report`")
     try:
         tempfile.TemporaryFile(dir=existing).close()
         is_other = (directory / CARD).exists() and MARK.encode() not in (directory / CARD).read_bytes()
@@ -84,26 +152,24 @@ def check_card_directory(directory: Path) -> None:
 
 
 def write_card(directory: Path, facts: DeltaFacts) -> None:
-    """Write README.md and its figures in place of those of an older card; other files stay as they are.
+    """Write README.md in place of that of an older card; other files stay as they are.
 
-    The same facts give the same bytes. Without errors in the manifest there is no figure of them.
+    The same facts give the same bytes.
 
     Raises:
         StorageFull: the disk is full.
         UsageError: as `check_card_directory`.
     """
     check_card_directory(directory)
-    # Deferred, because matplotlib takes a second to import and is an extra.
-    from compressor.model_card.figures import error_figure, size_figure
-
-    files = {SIZE_FIGURE: size_figure(_part_sizes(facts), _size_texts(facts))}
-    grid = ErrorGrid.of(facts.tensors)
-    if grid.known:
-        files[ERROR_FIGURE] = error_figure(grid)
-    files[CARD] = str(_model_card(facts)).encode()
+    content = str(_model_card(facts)).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _replace(directory, files)
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".card.") as partial:
+            with Path(partial, CARD).open("wb") as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(Path(partial, CARD), directory / CARD)
     except OSError as error:
         kind = StorageFull if error.errno in FULL else UsageError
         raise kind(
@@ -111,24 +177,8 @@ def write_card(directory: Path, facts: DeltaFacts) -> None:
         ) from error
 
 
-def _replace(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write all contents to the disk before the first name changes."""
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".card.") as partial:
-        for name, content in files.items():
-            with Path(partial, name).open("wb") as out:
-                out.write(content)
-                out.flush()
-                os.fsync(out.fileno())
-        for name in files:
-            os.replace(Path(partial, name), directory / name)
-    # The older card's figures, which the new one does not refer to.
-    for name in set(FILES) - files.keys():
-        (directory / name).unlink(missing_ok=True)
-
-
 def _model_card(facts: DeltaFacts) -> ModelCard:
-    """Return the card of a delta; it refers to its figures by file name."""
-    manifest, known = facts.written.manifest, ErrorGrid.of(facts.tensors).known
+    manifest = facts.written.manifest
     file, base = shlex.quote(visible(facts.written.out.name)), shlex.quote(visible(manifest.base_id))
     commands = f"{UPLOAD} --data-binary @{file}\nperaxis merge --base {base} --delta {file} --out DIR"
     card: ModelCard = ModelCard.from_template(
@@ -143,11 +193,8 @@ def _model_card(facts: DeltaFacts) -> ModelCard:
         **_fidelity(manifest.fidelity),
         gaussian_error=f"{GAUSSIAN_ERROR:.2f}",
         examples="\n\n".join(map(_example, facts.examples)),
-        size_figure=SIZE_FIGURE,
-        sizes=table(("Part", "Bytes"), zip(_part_sizes(facts), _size_texts(facts), strict=True)),
-        axes=_axes(facts.tensors),
-        error_figure=ERROR_FIGURE,
-        errors=f"{min(known):.4g} to {max(known):.4g}" if known else "",
+        sizes=_sizes(facts),
+        modules=_modules(facts.tensors),
         budget=_budget(facts.tensors),
         num_tensors=len(facts.tensors),
         tensors=_tensors(facts.tensors),
@@ -156,16 +203,12 @@ def _model_card(facts: DeltaFacts) -> ModelCard:
     return card
 
 
-def _part_sizes(facts: DeltaFacts) -> dict[str, int]:
+def _sizes(facts: DeltaFacts) -> str:
     """Return the artifact's bytes by what they are for, the largest first."""
-    present = [(PART_NAMES[kind], size) for kind, size in facts.sizes.items() if size]
-    return dict(sorted(present, key=lambda item: -item[1]))
-
-
-def _size_texts(facts: DeltaFacts) -> list[str]:
-    """Return size and share of each part, in the order of `_part_sizes`."""
     total = facts.written.artifact_bytes
-    return [f"{size_text(size)} ({size / total:.1%})" for size in _part_sizes(facts).values()]
+    present = sorted(((size, kind) for kind, size in facts.sizes.items() if size), key=lambda item: -item[0])
+    rows = [(PART_NAMES[kind], f"{size_text(size)} ({size / total:.1%})") for size, kind in present]
+    return table(("Part", "Bytes"), rows)
 
 
 def _metadata(facts: DeltaFacts) -> ModelCardData:
@@ -234,13 +277,20 @@ def _compared(text: str, finetune: str) -> tuple[str, str]:
     return code(text[:same]), code(text[same:]) or ends
 
 
-def _axes(tensors: Sequence[TensorFacts]) -> str:
-    counts = {
-        module: Counter(tensor.spec.axis for tensor in every) for module, every in by_module(tensors).items()
-    }
+def _modules(tensors: Sequence[TensorFacts]) -> str:
+    """Return the number of matrices on each axis and their errors, by module type."""
+    groups = by_module(tensors)
+    counts = {module: Counter(tensor.spec.axis for tensor in every) for module, every in groups.items()}
     axes = [axis for axis in AXES if any(counter[axis] for counter in counts.values())]
-    rows = [(code(module), *(counter[axis] for axis in axes)) for module, counter in counts.items()]
-    return table(("Module type", *axes), rows) if rows else ""
+    rows = [
+        (code(module), *(counts[module][axis] for axis in axes), _errors(tensor.spec for tensor in every))
+        for module, every in groups.items()
+    ]
+    return table(("Module type", *axes, "Error"), rows) if rows else ""
+
+
+def _errors(specs: Iterable[TensorSpec]) -> str:
+    return _span((spec.error for spec in specs if spec.error is not None), ".4f")
 
 
 def _budget(tensors: Sequence[TensorFacts]) -> str:
@@ -277,7 +327,7 @@ def _row(group: Sequence[TensorFacts]) -> list[str]:
         _span(spec.rank for spec in specs),
         _span(spec.added_rows for spec in specs),
         _span(spec.num_zeros for spec in specs),
-        _span((spec.error for spec in specs if spec.error is not None), ".4f"),
+        _errors(specs),
         size_text(sum(tensor.num_bytes for tensor in group)),
     ]
 

@@ -1,1 +1,0 @@
-"""Write a Hugging Face model card about a delta."""

@@ -82,8 +82,8 @@ class FitSettings:
     recipe: Annotated[
         RecipeName,
         Option(
-            "ours: signs and scales by least squares, then KL distillation. paper: one vector per matrix by AdamW, for "
-            "five epochs in layers and five end to end; BitDelta with --method scalar.",
+            "Ours: signs and scales by least squares, then KL distillation. The paper's: one vector per matrix by "
+            "AdamW, for five epochs in layers and five end to end; BitDelta with --method scalar.",
             TEXT,
         ),
     ] = "ours"

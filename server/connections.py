@@ -372,8 +372,6 @@ class Connections:
 
 # Some 10 ms. With fewer, those that the kernel has not handed over yet, probes of the server among them, wait longer.
 ACCEPTED_PER_TURN = 64
-# As uvicorn's. More wait in the kernel than there are places, so that none has to try again after a second.
-BACKLOG = 2048
 # Until it tries again, if the process has no descriptor left, or the system no memory.
 RETRY_S = 0.5
 
@@ -385,7 +383,7 @@ class Listener:
     that have arrived in one turn. Takes the place of an `asyncio.Server`.
 
     Args:
-        listening: the socket, which is not closed.
+        listening: the socket, which listens already and is not closed.
         make: makes the protocol of a connection.
         turns: their ledger is charged.
     """
@@ -400,7 +398,6 @@ class Listener:
         listening.setblocking(False)
         # Inherited by those that it accepts.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listening.listen(BACKLOG)
         self._resume()
 
     def close(self) -> None:

@@ -302,6 +302,7 @@ def _is_locked(directory: Path) -> bool:
     return False
 
 
+# More wait in the kernel than there are places, so that none has to try again after a second.
 BACKLOG = 2048
 
 

@@ -50,7 +50,7 @@ def test_of_10000_tenants_as_many_are_served_as_fit_and_none_before_another() ->
         # All of them at first, and then as many in a round as may come again before others.
         asking = left if not num_rounds else left[: 2 * MAX_OPEN]
         served = [tenant for tenant in asking if engine.ask(tenant, 0)]
-        # First come, first served, whoever it is.
+        # In order of arrival, whichever tenant asks.
         assert served == asking[: MAX_OPEN // 2]
         left = left[len(served) :]
         for tenant in served:

@@ -278,9 +278,12 @@ def publish_hostile(
         path = directory / f"{name}.safetensors"
         write_norm_delta(path, shapes, seed, own, base)
         publish(registry, path, name, TENANT)
-        if name == "plain":
-            for _ in range(sizes.num_held):
-                publish(registry, path, "held", TENANT)
+        path.unlink()
+    for number in range(sizes.num_held):
+        # The same bytes again would be the same version.
+        path = directory / "held.safetensors"
+        write_norm_delta(path, shapes, 2000 + number, dict(files), base)
+        publish(registry, path, "held", TENANT)
         path.unlink()
     report: dict[str, Any] = {"details": [[]] * (sizes.report_bytes // 4)}
     # `probe` and `many` stay on their first version.

@@ -103,8 +103,9 @@ def fit_table(figures: Figures) -> str:
     fit = figures["fit"]
     held_out = fit["fidelity"]["held_out"]
     rows = [
-        ("minutes", f"{fit['planned_s'] / 60:.1f}", f"{fit['seconds'] / 60:.1f}"),
-        ("peak memory, GB", _gb(fit["planned_bytes"]), _gb(fit["peak_bytes"])),
+        ("minutes", "", f"{fit['seconds'] / 60:.1f}"),
+        ("memory beyond the program's own, GB", _gb(fit["planned_bytes"]), ""),
+        ("peak memory, GB", "", _gb(fit["peak_bytes"])),
         ("KL on held-out text", "", f"{held_out['kl']:.3g}"),
     ]
     return table((f"fitted to {fit['samples']} sequences", "planned", "measured"), rows)

@@ -82,18 +82,17 @@ def compress(bench: Bench) -> None:
 
 
 def compress_fitted(bench: Bench, num_samples: int) -> None:
-    """Compress one fine-tune, fitted to text that it generates, beside the prediction of `--plan`."""
+    """Compress one fine-tune, fitted to text that it generates, beside the bound on memory of `--plan`."""
     finetune = bench.model.write_finetune(bench.base, bench.directory / "finetune-1", 1)
     command = (
         "compress", "--base", bench.base, "--finetune", finetune, "--out", bench.artifacts[0], "--calibration", "self",
         "--samples", num_samples, "--json", "--no-progress",
     )  # fmt: skip
     plan = peraxis(*command, "--plan", environment=bench.environment).result
-    bench.say(f"fitting to {num_samples} sequences; planned: {plan['seconds'] / 60:.0f} minutes")
+    bench.say(f"fitting to {num_samples} sequences")
     ran = peraxis(*command, environment=bench.environment)
     bench.figures["fit"] = {
         "samples": num_samples,
-        "planned_s": plan["seconds"],
         "planned_bytes": plan["memory"]["host"]["bytes"],
         "seconds": ran.seconds,
         "cpu_s": ran.cpu_s,

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import fastapi
@@ -318,14 +319,9 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         max_tokens = service.engine.facts.max_model_len
         prompts, echoes, form = await _tokenized(call, text, max_tokens)
         call = replace(call, requested=in_form(call.requested, form), sampling=await _ruled(call, text))
-        requests: Sequence[Request] = [
-            Request(
-                *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
-                *(text.num_embeddings, _sampling_params(call, text, len(ids), max_tokens), _traceparent()),
-            )
-            for ids in prompts
-        ]
-        requests = await _checked(requests, service.engine.facts)
+        making = partial(_requests, call, text, record, prompts, service.engine.facts, events)
+        is_long = sum(map(len, prompts)) > MAX_CHECKED_HERE
+        requests = await run_in_threadpool(making) if is_long else making()
         _check_echoes(requests, echoes)
         events.admission.count(sum(map(len, prompts)))
         await _send(service, call, text, requests, events)
@@ -387,11 +383,6 @@ async def _send(
             log.info("request %s: prompt %r", request.id, prompt)
         masks = None if constraint is None else constraint.feed()
         events.submit(request, masks, "chat" if isinstance(prompt, Conversation) else "text_completion")
-
-
-def _traceparent() -> str | None:
-    context = current_request.get()
-    return None if context is None else context.traceparent
 
 
 async def resolved(service: Service, tenant: Tenant, reference: Reference) -> VersionRecord | None:
@@ -463,20 +454,32 @@ async def _encoded(
     return prompt
 
 
-async def _checked(requests: Sequence[Request], facts: EngineFacts) -> Sequence[Request]:
-    """Refuse a call with a prompt that the engine would refuse; return its requests with the hashes of their pages."""
+def _requests(
+    call: GenerationCall,
+    text: VariantText,
+    record: VersionRecord | None,
+    prompts: Sequence[TokenIds],
+    facts: EngineFacts,
+    events: RequestEvents,
+) -> list[Request]:
+    """Return a request for each prompt, with the hashes of its pages.
 
-    def check() -> Sequence[Request]:
-        for request in requests:
-            request.check(facts.max_model_len)
-        size = facts.page_tokens
-        if size is None:
-            return requests
-        return [replace(each, page_hashes=PageHashes.of(each.prompt_ids, size)) for each in requests]
-
-    if sum(len(request.prompt_ids) for request in requests) <= MAX_CHECKED_HERE:
-        return check()
-    return await run_in_threadpool(check)
+    Raises:
+        InvalidRequest: the engine would refuse one.
+    """
+    context, size = current_request.get(), facts.page_tokens
+    traceparent = None if context is None else context.traceparent
+    requests = []
+    for ids in prompts:
+        params = _sampling_params(call, text, len(ids), facts.max_model_len)
+        hashes = None if size is None else PageHashes.of(ids, size)
+        request = Request(
+            *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
+            *(text.num_embeddings, params, traceparent, hashes),
+        )
+        request.check(facts.max_model_len)
+        requests.append(request)
+    return requests
 
 
 def _check_length(call: GenerationCall, num_prompt: int, max_tokens: int) -> None:

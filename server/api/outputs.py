@@ -314,7 +314,8 @@ class RequestEvents:
 def begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Return a task of work whose client may leave before its outcome is known."""
     task = asyncio.ensure_future(work)
-    task.add_done_callback(_take_exception)
+    # Its error is then no error of the server, and asyncio logs none.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task
 
 
@@ -324,27 +325,21 @@ async def while_connected(request: fastapi.Request, work: Awaitable[T]) -> T:
     The body of `request` must have been read.
     """
     working = asyncio.ensure_future(work)
-    working.add_done_callback(_take_exception)
-    watching = asyncio.ensure_future(_disconnected(request))
+    watching = asyncio.ensure_future(_cancel_at_disconnect(request, working))
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await working
+    except BaseException:
+        if watching.done():
+            raise ClientDisconnect from None
+        raise
     finally:
-        working.cancel()
         watching.cancel()
 
 
-def _take_exception(done: asyncio.Future[T]) -> None:
-    """Have asyncio log no error of work whose client has left."""
-    if not done.cancelled():
-        done.exception()
-
-
-async def _disconnected(request: fastapi.Request) -> None:
+async def _cancel_at_disconnect(request: fastapi.Request, working: asyncio.Future[T]) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+    working.cancel()
 
 
 class ScoredText(Struct, frozen=True):
@@ -466,7 +461,8 @@ class TextOutputs:
         if not changed:
             return []
         new = await self._text.decode_streams([self._new_tokens(sequence) for sequence in changed.values()])
-        texts, first = dict[int, TokenText](), dict[int, TokenText]()
+        texts: dict[int, TokenText] = {}
+        first: dict[int, TokenText] = {}
         if self._params.logprobs is not None:
             texts = await self._texts_of(token for each in changed.values() for token in each.tokens)
             first = await self._texts_of(

@@ -466,7 +466,7 @@ def sample(
     """
     tokens = draw_all(logits, rows)
     wanted = [row for row, token in enumerate(tokens) if rows[row][0].num_logprobs is not None and token >= 0]
-    scored = dict[int, ScoredToken]()
+    scored: dict[int, ScoredToken] = {}
     if wanted:
         num_top = max(rows[row][0].num_logprobs or 0 for row in wanted)
         own = logits if len(wanted) == len(rows) else logits[wanted]

@@ -229,8 +229,9 @@ def check_token_ids(ids: TokenIds, num_embeddings: int, param: str) -> None:
     # The supervisor imports this module and has no other use for numpy.
     import numpy as np
 
-    found = np.frombuffer(ids, np.int32)
-    if len(found) and not 0 <= found.min() <= found.max() < num_embeddings:
+    # One that is negative is a large one here.
+    found = np.frombuffer(ids, np.uint32)
+    if len(found) and found.max() >= num_embeddings:
         raise InvalidRequest(f"token ids must be from 0 to {num_embeddings - 1}", param)
 
 

@@ -114,7 +114,8 @@ def decode_new(
     Raises:
         ArtifactError: a few tokens make more than `MAX_WINDOW_CHARS` characters.
     """
-    window, texts, begins = new.window, list[str](), None
+    texts: list[str] = []
+    window, begins = new.window, None
     if window.num_shown is None:
         window = _seen(decode, [token_id for token_id in window.ids if token_id not in left_out], window)
     for position, token_id in enumerate(new.ids):
@@ -320,7 +321,7 @@ class StopMatcher:
         self._stop = [(each, _shorter_prefixes(each)) for each in stop]
         self._matched = [0] * len(stop)  # characters of each that end the text so far
         # Parts of the text that were not passed on, whether each is shown, and their characters.
-        self._held = deque[tuple[str, bool]]()
+        self._held: deque[tuple[str, bool]] = deque()
         self._num_held = 0
 
     def begin_behind(self, text: str) -> None:

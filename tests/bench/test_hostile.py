@@ -31,8 +31,9 @@ def test_every_attack_is_answered_and_no_honest_call_is_refused(
         assert one["honest_refused"] == {}, one
         assert one["memory_bytes"]["engine"]["peak"] > 0
     assert set(found["cross-site-page"]["replies"]) == {"403 forbidden"}
-    for kind in ("json-values", "unfit-prompts"):
-        assert set(found[kind]["replies"]) == {"400 invalid_request"}
+    assert set(found["json-values"]["replies"]) == {"400 invalid_request"}
+    assert set(found["unfit-prompts"]["replies"]) == {"400 invalid_request", "400 context_length_exceeded"}
+    assert set(found["begun-queue"]["replies"]) <= {"200 ok", "503 overloaded"}
     printed = capsys.readouterr().out
     assert "| large-schemas " in printed
     assert str(tmp_path) not in text + printed
@@ -43,8 +44,8 @@ def test_two_attacks_at_once_are_measured_beside_both_controls(tmp_path: Path) -
     main(["--small", "--attacks", "unfit-prompts+begun-queue", "--dir", str(tmp_path), "--out", str(out)])
     (found,) = json.loads(out.read_text())["results"]
     assert found["attack"] == "unfit-prompts+begun-queue"
-    assert "400 invalid_request" in found["replies"]
-    assert len(found["replies"]) > 1
+    assert {"400 invalid_request", "200 ok"} <= set(found["replies"])
+    assert "404 model_not_found" not in found["replies"]
     assert found["honest_refused"] == {}
     with pytest.raises(SystemExit):
         main(["--attacks", "unfit-prompts+nothing"])

@@ -124,18 +124,20 @@ def test_a_version_is_pinned_and_unloaded_wherever_it_is(ray: RayServer) -> None
 
 
 def test_limits_hold_for_all_replicas_together(ray: RayServer) -> None:
-    limits = {"requests_per_minute": 2}
+    limits = {"requests_per_minute": 3}
     assert ray.client.put("/tenants/acme", json=limits).status_code == 200
     headers = {"Authorization": f"Bearer {ray.key('acme')}"}
     body = {"prompt": "hello", "max_new_tokens": 1}
 
-    def status() -> int:
-        return ray.client.post("/generate", json=body, headers=headers).status_code
+    def ask() -> httpx.Response:
+        return ray.client.post("/generate", json=body, headers=headers)
 
-    assert eventually(
-        lambda: ray.client.get("/me", headers=headers).json()["limits"].get("requests_per_minute")
-    )
-    assert [status() for _ in range(3)] == [200, 200, 429]
+    # The replica that counts has read the limit; requests before it count, too.
+    assert eventually(lambda: "x-ratelimit-limit-requests" in ask().headers)
+    answers = [ask().status_code for _ in range(6)]
+    # Two of three, and one more if a minute begins meanwhile; each replica alone would let five pass.
+    assert answers.count(200) <= 3
+    assert set(answers) - {200} == {429}
 
 
 def test_metrics_and_statistics_are_those_of_all_replicas(ray: RayServer) -> None:

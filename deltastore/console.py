@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TextIO
+from datetime import timedelta
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TextIO, cast
 
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column, Table
 from rich.text import Text
-from tqdm import tqdm
 
 from deltastore.base import Base
 from deltastore.errors import PeraxisError
@@ -23,48 +24,97 @@ if TYPE_CHECKING:
 
 # With the time of one update on top, no more than 10 s pass between two lines.
 LINE_INTERVAL_S = 8.0
+# Long enough to hold several of the slowest units, which are blocks of a model that is fitted.
+SPEED_PERIOD_S = 900
 
 
-class _Lines(tqdm):  # type: ignore[type-arg]
-    """A bar for logs: whole lines, `LINE_INTERVAL_S` apart over all bars of the process."""
+class ProgressBar:
+    """Progress over `total` units; use as a context manager.
 
-    last_line_s: ClassVar[float] = time.monotonic()
+    On a terminal it is a bar that vanishes at its end. In a log it is whole lines without control characters,
+    `LINE_INTERVAL_S` apart over all bars of the process.
+    """
 
-    def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-        """Print the bar's text if the interval since the last line of any bar has passed."""
+    _last_line_s: ClassVar[float] = time.monotonic()
+
+    def __init__(self, total: int, what: str, unit: str, enabled: bool, file: TextIO | io.TextIOBase) -> None:
+        self._file = file
+        # Said here, because rich would take a log for a terminal where FORCE_COLOR is set, as it is in some CIs.
+        console = Console(file=cast(TextIO, file), force_terminal=file.isatty(), force_jupyter=False)
+        self._progress = Progress(
+            # Names of files are no markup.
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            _Figures(unit),
+            console=console,
+            speed_estimate_period=SPEED_PERIOD_S,
+            transient=True,
+            # Results go to standard output, and stay there.
+            redirect_stdout=False,
+        )
+        self._task = self._progress.add_task(printable(what), total=total)
+        self._unit = unit
+        self._is_bar = enabled and console.is_interactive
+        self._is_lines = enabled and not console.is_interactive
+
+    def update(self, amount: int = 1) -> None:
+        """Count `amount` further units."""
+        self._progress.advance(self._task, amount)
+        self._print_line()
+
+    def __enter__(self) -> Self:
+        if self._is_bar:
+            self._progress.start()
+        self._print_line()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_bar:
+            self._progress.stop()
+
+    def _print_line(self) -> None:
+        """Write a line to a log if the interval since the last line of any bar has passed."""
         now = time.monotonic()
-        if not self.disable and now - _Lines.last_line_s >= LINE_INTERVAL_S:
-            _Lines.last_line_s = now
-            self.fp.write(f"{self}\n")
-            self.fp.flush()
+        if self._is_lines and now - ProgressBar._last_line_s >= LINE_INTERVAL_S:
+            ProgressBar._last_line_s = now
+            (task,) = self._progress.tasks
+            self._file.write(f"{task.description}: {_figures(task, self._unit)}\n")
+            self._file.flush()
 
-    def close(self) -> None:
-        """End the bar without tqdm's carriage return."""
-        self.disable = True
-        super().close()
+
+class _Figures(ProgressColumn):
+    """The figures of a bar, in the words of a line."""
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._unit = unit
+
+    def render(self, task: Task) -> Text:
+        return Text(_figures(task, self._unit))
+
+
+def _figures(task: Task, unit: str) -> str:
+    """Return text such as ``50%, 3 of 6 blocks, 0:01:05 left``."""
+    done, total = int(task.completed), int(task.total or 0)
+    amounts = f"{size_text(done)} of {size_text(total)}" if unit == "B" else f"{done} of {total} {unit}s"
+    parts = [f"{task.percentage:.0f}%", amounts]
+    if unit == "B" and (speed := task.speed):
+        parts.append(f"{size_text(int(speed))}/s")
+    if (left_s := task.time_remaining) is not None:
+        parts.append(f"{timedelta(seconds=int(left_s))} left")
+    return ", ".join(parts)
 
 
 def progress_bar(
     total: int, what: str, unit: str, enabled: bool, file: TextIO | io.TextIOBase | None = None
-) -> tqdm[NoReturn]:
+) -> ProgressBar:
     """Show progress over `total` units on a file, standard error by default; use as a context manager."""
-    file = file or sys.stderr
-    return (tqdm if file.isatty() else _Lines)(
-        total=total,
-        desc=what,
-        unit=unit,
-        unit_scale=unit == "B",
-        disable=not enabled,
-        leave=False,
-        # `_Lines` spaces its lines itself.
-        mininterval=min(0.1, LINE_INTERVAL_S),
-        file=file,
-    )
+    return ProgressBar(total, what, unit, enabled, file or sys.stderr)
 
 
 def byte_progress(
     total: int, what: str, enabled: bool, file: TextIO | io.TextIOBase | None = None
-) -> tqdm[NoReturn]:
+) -> ProgressBar:
     """Show progress over `total` bytes on a file, standard error by default; use as a context manager."""
     return progress_bar(total, what, "B", enabled, file)
 
@@ -82,7 +132,15 @@ def identify_base(checkpoint: Checkpoint, enabled: bool) -> Base:
 
 def size_text(num_bytes: int) -> str:
     """Return bytes with three digits and an SI prefix, such as 1.23GB; fewer than 1000 as they are."""
-    return f"{num_bytes}B" if num_bytes < 1000 else tqdm.format_sizeof(num_bytes, "B")
+    if num_bytes < 1000:
+        return f"{num_bytes}B"
+    size, prefixes = num_bytes / 1000, iter("kMGTPEZY")
+    prefix = next(prefixes)
+    # From here on the digits would be rounded up to 1000.
+    while size >= 999.5:
+        size, prefix = size / 1000, next(prefixes)
+    digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{digits}f}{prefix}B"
 
 
 def rounded(value: float) -> float:

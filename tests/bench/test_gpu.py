@@ -60,7 +60,7 @@ def test_a_small_run_needs_no_numba_and_fills_the_table(tmp_path: Path) -> None:
 
 
 def test_wheels_are_all_that_a_gpu_image_lacks_but_numba() -> None:
-    in_image = {"torch", "transformers", "huggingface-hub", "safetensors", "numpy", "tqdm", "jinja2"}
+    in_image = {"torch", "transformers", "huggingface-hub", "safetensors", "numpy", "jinja2"}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = {re.split("[<>=]", requirement)[0] for requirement in project["dependencies"]}
     (wheels,) = re.findall("^WHEELS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import time
 
 import pytest
@@ -24,3 +26,40 @@ def test_bars_that_are_each_short_still_give_a_line_when_the_interval_has_passed
     assert 2 <= len(lines) <= elapsed_s / 0.5 + 1
     assert all(line.startswith("stage ") and "\r" not in line for line in lines)
     assert len({line.partition(":")[0] for line in lines}) == len(lines)
+
+
+def test_a_log_has_no_control_characters_where_colours_are_forced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with console.progress_bar(3, "a [bold]\rname", "step", enabled=True) as bar:
+        bar.update(3)
+    written = capsys.readouterr().err
+    assert written.splitlines()[-1] == "a [bold] name: 100%, 3 of 3 steps, 0:00:00 left"
+    assert all(character.isprintable() for character in written.replace("\n", ""))
+
+
+def test_no_units_at_all_are_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
+    with console.byte_progress(0, "nothing", enabled=True):
+        pass
+    assert capsys.readouterr().err.startswith("nothing: ")
+
+
+@pytest.mark.parametrize(("term", "is_bar"), [("xterm", True), ("dumb", False)])
+def test_a_terminal_gets_a_bar_that_vanishes_and_a_dumb_one_lines(
+    monkeypatch: pytest.MonkeyPatch, term: str, is_bar: bool
+) -> None:
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
+    monkeypatch.setenv("TERM", term)
+    controller, terminal = pty.openpty()
+    with open(terminal, "w") as file, console.byte_progress(2_000_000, "delta", True, file) as bar:
+        bar.update(1_000_000)
+    screen = os.read(controller, 1 << 16).decode()
+    os.close(controller)
+    erase_line = "\x1b[2K"
+    assert ("50%, 1.00MB of 2.00MB" in screen, erase_line in screen) == (True, is_bar)

@@ -80,6 +80,16 @@ def test_the_second_process_compiles_nothing(setup: Setup) -> None:
     assert len(setup.entries()) == 1
 
 
+def test_processes_of_two_versions_leave_each_other_their_entries(setup: Setup) -> None:
+    setup.run()
+    setup.write_source(factor=3)
+    assert setup.run().num_passes > 0
+    newer = setup.run()
+    setup.write_source(factor=2)
+    older = setup.run()
+    assert (newer.result, newer.num_passes, older.result, older.num_passes) == (61, 0, 41, 0)
+
+
 def test_a_change_of_an_inlined_function_in_another_file_compiles_again(setup: Setup) -> None:
     setup.run()
     setup.write_source(factor=3)
@@ -158,6 +168,17 @@ def test_a_directory_that_others_can_write_is_neither_read_nor_written(setup: Se
     entry.parent.chmod(0o777)
     run = setup.run()
     assert run.result == 41
+    assert run.num_passes > 0
+    assert "can be written by other users" in run.log
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give directories away")
+def test_a_directory_of_another_user_is_neither_read_nor_written(setup: Setup) -> None:
+    setup.run()
+    (entry,) = setup.entries()
+    os.chown(entry.parent, 65534, 65534)
+    run = setup.run()
+    assert (run.result, setup.entries()) == (41, [entry])
     assert run.num_passes > 0
     assert "can be written by other users" in run.log
 

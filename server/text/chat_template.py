@@ -194,7 +194,7 @@ class _Facts:
 
 
 # A template may change the case of a text.
-TEXT, KEY, NAME, CALL_ID = "730194826517", "518264930772", "n548213906", "call12345"
+TEXT, KEY, NAME, CALL_ID = "730194826517", "518264930772", "548213906", "call12345"
 PARTS = [{"type": "text", "text": TEXT, "note": KEY}]
 CALL = {"id": CALL_ID, "type": "function", "function": {"name": NAME, "arguments": {}}}
 

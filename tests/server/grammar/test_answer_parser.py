@@ -114,7 +114,7 @@ def test_a_stream_of_any_markup_has_the_parts_of_the_whole(name: str, data: st.D
         ("identified", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "[TOOL_CALLS]add[CALL_ID]abcd"),
         ("section", '<calls>\n<invoke name="now">\n</invoke>\n', '<invoke name="add">\n<parameter na'),
         ("named section", "<｜calls｜><｜call｜>now<｜sep｜>{}<｜end｜>", "<｜call｜>add<｜sep｜>{"),
-        ("numbered", "<|calls|><|call_begin|>functions.now:0<|argument|>{}<|call_end|>", "<|call_begin|>functions.add:1<|arg"),
+        ("numbered", "<|calls|><|call_begin|>functions.now:0<|argument|>{}<|call_end|>", "<|call_begin|>functions.add"),
         ("bare", '{"name": "now", "parameters": {}};', '{"name": "add", "parameters": 1}'),
     ],
 )  # fmt: skip

@@ -243,8 +243,8 @@ def test_a_template_that_shows_ids_in_place_of_names_is_given_ids_with_names() -
     assert shown(source, calls_of("a", "b", content=""), *answers, calls_of("a", content="")) == (
         "<functions.a:0{}functions.b:1{}=><functions.b:1=1><functions.a:0=1><other=1><functions.a:2{}=>"
     )
-    with_names = source.replace("{{ c.id }}", "{{ c.id + c.function.name }}")
-    assert shown(with_names, calls_of("a", content="")) == "<idaa{}=>"
+    with_names = source.replace("{{ c.id }}", "{{ c.id + c.function.name | upper }}")
+    assert shown(with_names, calls_of("a", content="")) == "<idaA{}=>"
 
 
 @pytest.mark.parametrize("calls", [[], None])

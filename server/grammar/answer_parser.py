@@ -286,7 +286,12 @@ class AnswerParser:
             tags = dict.fromkeys(syntax.more_tags, self._tagged)
             if syntax.tag:
                 read = {"json": self._json, "named": self._named, "fields": self._fields}[syntax.kind]
-                tags[syntax.tag.split()[0]] = read
+                first, *others = syntax.tag.split()
+                tags[first] = read
+                if syntax.kind == "fields":
+                    # Models leave the first word out.
+                    later = ((word, number) for number, word in enumerate(others, 1) if word[0] in "<[")
+                    tags |= {word: partial(self._fields, number) for word, number in later}
         while True:
             if not self._content.has_text:
                 if opening and (yield from self._expect(opening, self._show)):
@@ -372,10 +377,14 @@ class AnswerParser:
             if not (yield from self._is_another()):
                 return
 
-    def _fields(self) -> Steps[None]:
-        """Read a name and fields with the arguments, and further ones in their section."""
+    def _fields(self, number: int = 0) -> Steps[None]:
+        """Read a name and fields with the arguments, and further ones in their section.
+
+        Args:
+            number: of the tag's word that was read.
+        """
         assert self._syntax is not None
-        yield from self._rest_of(self._syntax.begin)
+        yield from self._rest_of(self._syntax.begin, number)
         closing = self._syntax.closing.split()
         while True:
             name, arguments = yield from self._name_and_fields(closing[0])
@@ -552,9 +561,9 @@ class AnswerParser:
                 return literal
         raise NoCall
 
-    def _rest_of(self, tag: str) -> Steps[None]:
-        """Take the words of a tag behind its first one."""
-        for word in tag.split()[1:]:
+    def _rest_of(self, tag: str, number: int = 0) -> Steps[None]:
+        """Take the words of a tag behind one of them."""
+        for word in tag.split()[number + 1 :]:
             yield from self._one_of((word,))
 
     def _required(self, markers: Collection[str], take: Take) -> Steps[str]:

@@ -107,9 +107,14 @@ def render(template: str, conversation: Conversation, variables: Mapping[str, An
             return _rendered(template, messages, conversation, given)
         except InvalidRequest as error:
             refused = error
-        # Some templates read the content of every message, which one with calls lacks, or join arguments to text.
+        # Some templates read the content of every message, which one with calls lacks, join arguments to text, or take
+        # one text beside calls.
         filled = [{"content": "", **message} for message in messages]
-        others = (filled, list(map(_with_text_arguments, messages)), list(map(_with_text_arguments, filled)))
+        others = (
+            filled,
+            *(list(map(_with_text_arguments, some)) for some in (messages, filled)),
+            list(map(_with_one_text, messages)),
+        )
         for number, other in enumerate(others):
             if other != messages and other not in others[:number]:
                 with suppress(InvalidRequest):
@@ -132,6 +137,15 @@ def _with_text_arguments(message: Message) -> Message:
         return {**call, "function": {**function, "arguments": text}}
 
     return {**message, "tool_calls": list(map(as_text, message["tool_calls"]))}
+
+
+def _with_one_text(message: Message) -> Message:
+    """Return a message whose content stands behind its reasoning, if it has both beside calls."""
+    content, reasoning = message.get("content"), message.get("reasoning_content")
+    if "tool_calls" not in message or not (isinstance(content, str) and isinstance(reasoning, str)):
+        return message
+    others = {name: value for name, value in message.items() if name != "content"}
+    return {**others, **dict.fromkeys(REASONING_FIELDS, f"{reasoning}\n\n{content}".rstrip())}
 
 
 def _rendered(
@@ -279,7 +293,7 @@ def _with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
             ids[call["id"]] = f"functions.{call['function']['name']}:{num_calls}"
             calls.append({**call, "id": ids[call["id"]]})
             num_calls += 1
-        answered = message.get("tool_call_id")
+        answered = message.get("tool_call_id", "")
         own = {"tool_calls": calls, "tool_call_id": ids.get(answered, answered)}
         found.append({**message, **{name: value for name, value in own.items() if name in message}})
     return found

@@ -168,6 +168,20 @@ def test_an_id_that_a_model_leaves_out_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("fields", "So\n<function=add>\n<parameter=number>\n3\n</parameter>\n</function>\n</tool_call>"),
+        ("fields", "So <function=add><parameter=number>3</parameter></function>"),
+        ("section", 'So<invoke name="add"><parameter name="number">3</parameter></invoke></calls>'),
+    ],
+)
+def test_the_first_word_before_fields_may_be_left_out(name: str, answer: str) -> None:
+    for pieces in ([answer], list(answer)):
+        found = parsed(FORMS[name], pieces)
+        assert (found.content, told(found)) == ("So", [("add", {"number": 3})])
+
+
+@pytest.mark.parametrize(
     ("header", "body", "content", "reasoning"),
     [
         ("analysis to=python code", "print(1)", "", "print(1)"),

@@ -247,6 +247,17 @@ def test_a_template_that_shows_ids_in_place_of_names_is_given_ids_with_names() -
     assert shown(with_names, calls_of("a", content="")) == "<idaA{}=>"
 
 
+def test_a_template_that_takes_one_text_beside_calls_is_given_both_as_reasoning() -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}{{ m.thinking or m.content }}|{{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert shown(source, {**calls_of("now", content="Then"), "reasoning": "So"}) == "So\n\nThen|now"
+    assert shown(source, {**calls_of("now", content=""), "reasoning": "So"}) == "So|now"
+    assert shown(source, calls_of("now", content="Then")) == "Then|now"
+
+
 @pytest.mark.parametrize("calls", [[], None])
 def test_an_empty_list_of_calls_is_none(calls: list[Any] | None) -> None:
     source = (

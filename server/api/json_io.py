@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
@@ -127,6 +128,9 @@ async def read_json(request: Request, kind: type[B], held: ExitStack) -> B:
 
 def _parse_all(kind: type[B], body: bytearray) -> tuple[B, tuple[str, ...]]:
     """Parse a body, and return the names of its fields that no API has."""
+    # Some clients begin texts with it, and RFC 8259 lets readers ignore it.
+    if body.startswith(BOM_UTF8):
+        del body[: len(BOM_UTF8)]
     parsed = parse(kind, body)
     return parsed, ignored_fields(kind, body) if issubclass(kind, OpenAIBody) else ()
 

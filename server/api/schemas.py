@@ -496,7 +496,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
     reasoning_effort: Effort | None = None
 
     def __post_init__(self) -> None:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.num_new_tokens == 0:
             raise InvalidRequest(f"{self.length_field} must be at least 1", self.length_field)

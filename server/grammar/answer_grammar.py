@@ -42,8 +42,8 @@ from server.text.answer_form import (
 MAX_MARKUP_TOKENS = 64
 # White space that may follow reasoning and calls.
 SPACE = r"/[ \t\n]{1,4}/"
-# The id of a call, as Mistral's templates take it.
-CALL_ID = "/[A-Za-z0-9]{9}/"
+# The id of a call as Mistral's templates take it, or its number, as Kimi's.
+CALL_ID = "/[A-Za-z0-9]{1,9}/"
 
 
 def in_form(requested: Requested, form: AnswerForm) -> Requested:
@@ -179,7 +179,7 @@ def _in_messages(requested: Requested, grammar: Grammar, form: AnswerForm, marku
 
 def _or_calls(grammar: Grammar, requested: Requested, syntax: CallSyntax, markup: _Markup) -> Grammar:
     """Return the grammar of an answer that matches one, or that consists of calls."""
-    if syntax.tag and not syntax.middle:
+    if syntax.kind == "json" and syntax.tag and not syntax.middle:
         raise InvalidRequest(
             f"{grammar.param} with tools that may be called is not supported by this model's chat template: set "
             "tool_choice to none or required",

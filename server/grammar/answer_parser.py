@@ -181,7 +181,7 @@ PYTHON_CALL = re.compile(
     re.DOTALL,
 )
 PYTHON_ARGUMENT = re.compile(r'(\w++)\s*+=\s*+("(?:[^"\\]|\\.)*+")', re.DOTALL)
-RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]{1,128})")
+RECIPIENT = re.compile(r"\bto=(functions\.)?([A-Za-z0-9_.-]{1,128})")
 T = TypeVar("T")
 # The machine stops at each yield for more text.
 Steps = Generator[None, None, T]
@@ -286,7 +286,12 @@ class AnswerParser:
             tags = dict.fromkeys(syntax.more_tags, self._tagged)
             if syntax.tag:
                 read = {"json": self._json, "named": self._named, "fields": self._fields}[syntax.kind]
-                tags[syntax.tag.split()[0]] = read
+                first, *others = syntax.tag.split()
+                tags[first] = read
+                if syntax.kind == "fields":
+                    # Models leave the first word out.
+                    later = ((word, number) for number, word in enumerate(others, 1) if word[0] in "<[")
+                    tags |= {word: partial(self._fields, number) for word, number in later}
         while True:
             if not self._content.has_text:
                 if opening and (yield from self._expect(opening, self._show)):
@@ -334,7 +339,7 @@ class AnswerParser:
             self._take_first()
             if follows == "]":
                 break
-        yield from self._end([*self._syntax.closing.split(), *([";"] if must_be_known else [])])
+        yield from self._end([*self._syntax.closing.split(), *([] if self._syntax.tag else [";"])])
 
     def _add_json(self, text: str, must_be_known: bool) -> None:
         assert self._syntax is not None
@@ -361,8 +366,9 @@ class AnswerParser:
                 raise NoCall
             self._new = "{" + self._new
             name = "".join(head)
-            if words := self._syntax.middle.split():
-                name = name.partition(words[0])[0]
+            # Models leave ids out.
+            for words in (self._syntax.middle.split(), self._syntax.id_end.split()):
+                name = name.partition(words[0])[0] if words else name
             if CALLED.fullmatch(name.strip()) is None:
                 raise NoCall
             text = yield from self._object()
@@ -371,10 +377,14 @@ class AnswerParser:
             if not (yield from self._is_another()):
                 return
 
-    def _fields(self) -> Steps[None]:
-        """Read a name and fields with the arguments, and further ones in their section."""
+    def _fields(self, number: int = 0) -> Steps[None]:
+        """Read a name and fields with the arguments, and further ones in their section.
+
+        Args:
+            number: of the tag's word that was read.
+        """
         assert self._syntax is not None
-        yield from self._rest_of(self._syntax.begin)
+        yield from self._rest_of(self._syntax.begin, number)
         closing = self._syntax.closing.split()
         while True:
             name, arguments = yield from self._name_and_fields(closing[0])
@@ -467,16 +477,21 @@ class AnswerParser:
         if marker is None:
             return
         header = "".join(head)
-        called = RECIPIENT.search(header) if self._requested.tools else None
+        called = self._recipient(header)
         if called is not None and self._requested.form == "message":
-            yield from self._split(CallSplitter(called[1]))
+            yield from self._split(CallSplitter(called))
             return
         if called is not None:
-            yield from self._call("", partial(self._channel_call, called[1]))
+            yield from self._call("", partial(self._channel_call, called))
         is_thought = is_analysis(header)
         if called is None and (self._reasoning if is_thought else self._content).has_text:
             (self._think if is_thought else self._show)("\n")
         yield from self._body(is_thought and called is None)
+
+    def _recipient(self, header: str) -> str | None:
+        """Return the function that a message calls; harmony's own tools and the caller of a function are none."""
+        found = RECIPIENT.search(header) if self._requested.tools else None
+        return found[2] if found and (found[1] or found[2] in self._requested.names) else None
 
     def _body(self, is_thought: bool) -> Steps[None]:
         """Read up to the end of a message; the beginning of the next one is left."""
@@ -546,9 +561,9 @@ class AnswerParser:
                 return literal
         raise NoCall
 
-    def _rest_of(self, tag: str) -> Steps[None]:
-        """Take the words of a tag behind its first one."""
-        for word in tag.split()[1:]:
+    def _rest_of(self, tag: str, number: int = 0) -> Steps[None]:
+        """Take the words of a tag behind one of them."""
+        for word in tag.split()[number + 1 :]:
             yield from self._one_of((word,))
 
     def _required(self, markers: Collection[str], take: Take) -> Steps[str]:

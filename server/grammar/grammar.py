@@ -293,14 +293,29 @@ Pattern = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 
 
+FORMATS = ("json", "regex", "choice", "grammar", "json_object")
+
+
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
-    """The form that an answer must have, as vLLM's clients say it: one of the fields."""
+    """The form that an answer must have, as vLLM's clients say it: one of `FORMATS`.
+
+    The other fields are options of vLLM's backends, which clients send with values that ask for nothing.
+    """
 
     json: dict[str, Any] | str | None = None
     regex: Pattern | None = None
     choice: Choices | None = None
     grammar: Pattern | None = None
     json_object: bool | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None  # JSON has none either way
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+    def __post_init__(self) -> None:
+        if self.disable_additional_properties:
+            raise ValueError("disable_additional_properties is not supported: say so in the schema")
 
     def made(self, param: str) -> Grammar | None:
         """Return the grammar of answers; None if no field is given.
@@ -311,7 +326,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             InvalidRequest: several fields are given, or as `matching_schema` and `of_lark` do.
         """
-        names = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        names = [name for name in FORMATS if getattr(self, name) not in (None, False)]
         if len(names) > 1:
             raise InvalidRequest(f"{param} has {' and '.join(names)}: give one of them", param)
         if self.json is not None:

@@ -45,6 +45,8 @@ MESSAGE_ENDS = (START, END, "<|call|>", "<|return|>")
 CHANNEL_MARKERS = (CHANNEL, MESSAGE, CONSTRAIN, *MESSAGE_ENDS)
 ANALYSIS = "analysis"
 CALL_ID_FIELD = re.compile(rf',\s*"\w+":\s*"{CALL_ID}"|"\w+":\s*"{CALL_ID}",\s*')
+# The rest of an id that has the function's name, as Kimi's.
+NUMBERED = re.compile(r"(:)0(\S.*)", re.DOTALL)
 SECTION_OPENING, SECTION_CLOSING = re.compile(r"[<\[].*\Z", re.DOTALL), re.compile(r".*[>\]]", re.DOTALL)
 OPENING, CLOSING = re.compile(r"[<\[][^\s<\[]*\s*\Z"), re.compile(r"\s*([<\[][^\s>\]]*[>\]])")
 
@@ -293,6 +295,8 @@ def _syntax_of(own: str, template: str) -> CallSyntax | None:
         if found is None:
             return None
         middle, _, id_end = behind[:brace].partition(CALL_ID)
+        if numbered := NUMBERED.fullmatch(middle):
+            middle, id_end = numbered.groups()
         return CallSyntax("named", begin.strip(), begin, middle, behind[found[1] :], id_end=id_end)
     gaps = [
         behind[len(part) + start : end] for part, start, end in zip(parts, at, (*at[1:], None), strict=True)
@@ -328,7 +332,7 @@ def _in_section(syntax: CallSyntax, both: str) -> CallSyntax:
     closing = SECTION_CLOSING.match(_shared(syntax.end, between))
     if opening is None or closing is None:
         return syntax
-    section_end = syntax.end.removeprefix(closing[0])
+    section_end = both.rpartition(closing[0])[2]
     return replace(syntax, end=closing[0], again=opening[0], section_end=section_end)
 
 

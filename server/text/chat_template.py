@@ -99,15 +99,22 @@ def render(template: str, conversation: Conversation, variables: Mapping[str, An
     facts = _facts_of(template, tuple(sorted(variables.items())))
     given = {**variables, **conversation.variables, **_effort(facts, conversation.reasoning_effort)}
     messages = [_as_read(facts, index, message) for index, message in enumerate(conversation.messages)]
+    if facts.names_by_id:
+        messages = _with_names_in_ids(messages)
 
     def rendered() -> str:
         try:
             return _rendered(template, messages, conversation, given)
         except InvalidRequest as error:
             refused = error
-        # Some templates read the content of every message, which one with calls lacks, or join arguments to text.
+        # Some templates read the content of every message, which one with calls lacks, join arguments to text, or take
+        # one text beside calls.
         filled = [{"content": "", **message} for message in messages]
-        others = (filled, list(map(_with_text_arguments, messages)), list(map(_with_text_arguments, filled)))
+        others = (
+            filled,
+            *(list(map(_with_text_arguments, some)) for some in (messages, filled)),
+            list(map(_with_one_text, messages)),
+        )
         for number, other in enumerate(others):
             if other != messages and other not in others[:number]:
                 with suppress(InvalidRequest):
@@ -130,6 +137,15 @@ def _with_text_arguments(message: Message) -> Message:
         return {**call, "function": {**function, "arguments": text}}
 
     return {**message, "tool_calls": list(map(as_text, message["tool_calls"]))}
+
+
+def _with_one_text(message: Message) -> Message:
+    """Return a message whose content stands behind its reasoning, if it has both beside calls."""
+    content, reasoning = message.get("content"), message.get("reasoning_content")
+    if "tool_calls" not in message or not (isinstance(content, str) and isinstance(reasoning, str)):
+        return message
+    others = {name: value for name, value in message.items() if name != "content"}
+    return {**others, **dict.fromkeys(REASONING_FIELDS, f"{reasoning}\n\n{content}".rstrip())}
 
 
 def _rendered(
@@ -179,18 +195,22 @@ class _Facts:
         variables: names that it reads and does not set.
         takes_text: roles whose content it shows if it is a string.
         takes_parts: roles whose content it shows if it is a list of parts.
+        needs_no_content: it shows the calls of a message only where the content is null.
+        names_by_id: it shows the id of a call, as ``functions.NAME:NUMBER``, and no other name.
     """
 
     words: frozenset[str]
     variables: frozenset[str]
     takes_text: frozenset[str]
     takes_parts: frozenset[str]
+    needs_no_content: bool
+    names_by_id: bool
 
 
 # A template may change the case of a text.
-TEXT, KEY = "730194826517", "518264930772"
+TEXT, KEY, NAME, CALL_ID = "730194826517", "518264930772", "548213906", "call12345"
 PARTS = [{"type": "text", "text": TEXT, "note": KEY}]
-CALL = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": {}}}
+CALL = {"id": CALL_ID, "type": "function", "function": {"name": NAME, "arguments": {}}}
 
 
 @lru_cache(maxsize=64)
@@ -224,9 +244,23 @@ def _facts_of(template: str, variables: tuple[tuple[str, Any], ...]) -> _Facts:
         "assistant": tuple(shows([user], "assistant", content) for content in (TEXT, PARTS)),
         "tool": tuple(shows([user, calling], "tool", content) for content in (TEXT, PARTS)),
     }
+
+    def called(content: str | None) -> str:
+        """Return the text of a message with a call."""
+        for given in (CALL, {**CALL, "function": {"name": NAME, "arguments": "{}"}}):
+            message = {"role": "assistant", "content": content, "tool_calls": [given]}
+            with suppress(InvalidRequest):
+                return _rendered(template, [user, message], Conversation([]), dict(variables))
+        return ""
+
+    with_content, without = called(""), called(None)
     takes_text = frozenset(role for role, (text, _) in forms.items() if text)
     takes_parts = frozenset(role for role, (_, parts) in forms.items() if parts)
-    return _Facts(frozenset(words), names, takes_text, takes_parts)
+    return _Facts(
+        *(frozenset(words), names, takes_text, takes_parts),
+        needs_no_content=NAME in without and NAME not in with_content,
+        names_by_id=CALL_ID in with_content and NAME not in with_content,
+    )
 
 
 def _as_read(facts: _Facts, index: int, message: Message) -> Message:
@@ -240,9 +274,29 @@ def _as_read(facts: _Facts, index: int, message: Message) -> Message:
     reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
     if reasoning is not None:
         message = {"thinking": reasoning, "reasoning": reasoning, **message, "reasoning_content": reasoning}
-    if "tool_calls" in message:
+    if message.get("tool_calls"):
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        if facts.needs_no_content and not message.get("content"):
+            message["content"] = None
+    else:
+        # Templates take an empty list for calls.
+        message.pop("tool_calls", None)
     return message
+
+
+def _with_names_in_ids(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose calls, and their answers, have the function's name and the call's number as id."""
+    ids, num_calls, found = dict[str, str](), 0, list[Message]()
+    for message in messages:
+        calls = list[Message]()
+        for call in message.get("tool_calls", ()):
+            ids[call["id"]] = f"functions.{call['function']['name']}:{num_calls}"
+            calls.append({**call, "id": ids[call["id"]]})
+            num_calls += 1
+        answered = message.get("tool_call_id", "")
+        own = {"tool_calls": calls, "tool_call_id": ids.get(answered, answered)}
+        found.append({**message, **{name: value for name, value in own.items() if name in message}})
+    return found
 
 
 def _role(facts: _Facts, index: int, role: str) -> str:

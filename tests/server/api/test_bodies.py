@@ -78,6 +78,13 @@ def test_a_body_is_parsed() -> None:
     run(what)
 
 
+def test_a_body_may_begin_with_a_byte_order_mark() -> None:
+    async def parse(web: Web) -> None:
+        assert await web.ask(post(b"\xef\xbb\xbf" + text(7))) == (200, b"7")
+
+    run(parse)
+
+
 def test_a_body_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_io, "SLOW_S", 0.2)
 

@@ -86,6 +86,10 @@ def test_logprobs_name_each_token_with_its_bytes(server: LiveServer) -> None:
         assert [top["token"] for top in found["top_logprobs"]] == [top["text"] for top in wanted["top"]]
 
 
+def test_no_other_tokens_may_be_asked_for_without_logprobs(server: LiveServer) -> None:
+    assert chat(server, max_tokens=2, logprobs=False, top_logprobs=0)["choices"][0]["logprobs"] is None
+
+
 def test_logprobs_alone_have_no_other_tokens(server: LiveServer) -> None:
     content = chat(server, max_tokens=2, logprobs=True)["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in content] == [[], []]

@@ -67,9 +67,19 @@ def test_a_grammar_is_matched(server: LiveServer) -> None:
         assert re.fullmatch(r"[a-c]{2}=[0-9]{1,3}(,[a-c]{2}=[0-9]{1,3}){1,2}", ask(server, **fields)["text"])
 
 
+# The options of vLLM's `StructuredOutputsParams`, as a client that writes out all of its fields sends them.
+VLLMS_DEFAULTS: dict[str, Any] = {
+    "disable_fallback": False,
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+    "whitespace_pattern": None,
+    "structural_tag": None,
+}
+
+
 def test_any_object_can_be_asked_for_in_four_ways(server: LiveServer) -> None:
     forms: list[dict[str, Any]] = [
-        {"structured_outputs": {"json_object": True}},
+        {"structured_outputs": {"json_object": True, "regex": None, **VLLMS_DEFAULTS}},
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}},
@@ -84,6 +94,8 @@ def test_any_object_can_be_asked_for_in_four_ways(server: LiveServer) -> None:
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"disable_additional_properties": True}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs"),
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
         ({"guided_regex": "("}, "guided_regex"),
@@ -111,6 +123,7 @@ def test_forms_that_ask_for_nothing_leave_an_answer_free(server: LiveServer) -> 
         {"structured_outputs": {}},
         {"guided_json": None},
         {"structured_outputs": {"json_object": False}},
+        {"structured_outputs": VLLMS_DEFAULTS},
     ]
     for fields in forms:
         assert server.client.post("/v1/completions", json={**body, **fields}).json()["choices"] == free

@@ -114,6 +114,7 @@ def test_a_stream_of_any_markup_has_the_parts_of_the_whole(name: str, data: st.D
         ("identified", "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}", "[TOOL_CALLS]add[CALL_ID]abcd"),
         ("section", '<calls>\n<invoke name="now">\n</invoke>\n', '<invoke name="add">\n<parameter na'),
         ("named section", "<｜calls｜><｜call｜>now<｜sep｜>{}<｜end｜>", "<｜call｜>add<｜sep｜>{"),
+        ("numbered", "<|calls|><|call_begin|>functions.now:0<|argument|>{}<|call_end|>", "<|call_begin|>functions.add"),
         ("bare", '{"name": "now", "parameters": {}};', '{"name": "add", "parameters": 1}'),
     ],
 )  # fmt: skip
@@ -160,9 +161,51 @@ def test_where_a_template_shows_no_calls_json_of_known_functions_is_a_call(answe
     assert not found.content.strip()
 
 
+def test_an_id_that_a_model_leaves_out_does_not_matter() -> None:
+    answer = "[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
+    assert parsed(FORMS["identified"], list(answer)).content == ""
+    assert told(parsed(FORMS["identified"], [answer])) == [("add", {}), ("now", {})]
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("fields", "So\n<function=add>\n<parameter=number>\n3\n</parameter>\n</function>\n</tool_call>"),
+        ("fields", "So <function=add><parameter=number>3</parameter></function>"),
+        ("section", 'So<invoke name="add"><parameter name="number">3</parameter></invoke></calls>'),
+    ],
+)
+def test_the_first_word_before_fields_may_be_left_out(name: str, answer: str) -> None:
+    for pieces in ([answer], list(answer)):
+        found = parsed(FORMS[name], pieces)
+        assert (found.content, told(found)) == ("So", [("add", {"number": 3})])
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "content", "reasoning"),
+    [
+        ("analysis to=python code", "print(1)", "", "print(1)"),
+        ("commentary to=browser.search", '{"q":1}', '{"q":1}', ""),
+        ("commentary to=assistant", '{"q":1}', '{"q":1}', ""),
+    ],
+)
+def test_messages_of_harmony_to_others_than_functions_are_no_calls(
+    header: str, body: str, content: str, reasoning: str
+) -> None:
+    answer = f"<|channel|>{header}<|message|>{body}<|call|>"
+    assert parsed(FORMS["channels"], list(answer)) == Parts(content, reasoning)
+
+
+def test_harmonys_calls_may_name_a_known_function_alone() -> None:
+    answer = '<|channel|>commentary to=add<|message|>{"number":1}'
+    assert told(parsed(FORMS["channels"], [answer])) == [("add", {"number": 1})]
+
+
 def test_llamas_calls_behind_a_tag_are_json_or_python() -> None:
     form = FORMS["bare"]
     assert told(parsed(form, ['<|python_tag|>{"name": "add", "parameters": {}}'])) == [("add", {})]
+    both = '<|python_tag|>{"name": "add", "parameters": {}}; {"name": "now", "parameters": {}}'
+    assert told(parsed(form, list(both))) == [("add", {}), ("now", {})]
     python = '<|python_tag|>add.call(text="a \\"b\\"", number = "1")'
     assert told(parsed(form, [python])) == [("add", {"text": 'a "b"', "number": "1"})]
     for other in ("<|python_tag|>print(1)", "<|python_tag|>add.call(text=" + "  " * 40_000, python[:-1]):

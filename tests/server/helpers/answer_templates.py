@@ -69,6 +69,7 @@ PAIRS = (
     "{% for key, value in c.function.arguments | items %}<arg_key>{{ key }}</arg_key>{{ nl }}<arg_value>"
     "{{ value if value is string else value | tojson }}</arg_value>{{ nl }}{% endfor %}</tool_call>{% endfor %}"
 )
+JOINED = PAIRS.replace("c.function.name + nl", "c.function.name").replace("</arg_key>{{ nl }}", "</arg_key>")
 LISTED = (
     "{% if m.tool_calls %}[TOOL_CALLS][" + CALLS + '{"name": "{{ c.function.name }}", "arguments": '
     '{{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]'
@@ -90,6 +91,18 @@ NAMED_SECTION = (
     "{{ m.content or '' }}{% if m.tool_calls %}<｜calls｜>{% endif %}" + CALLS
     + "<｜call｜>{{ c.function.name }}<｜sep｜>{{ c.function.arguments | tojson }}<｜end｜>{% endfor %}"
     "{% if m.tool_calls %}<｜ends｜>{% endif %}"
+)  # fmt: skip
+NUMBERED = (
+    "{{ m.content or '' }}{% if m.tool_calls %}<|calls|>{% endif %}" + CALLS
+    + "<|call_begin|>{{ c.id }}<|argument|>{{ c.function.arguments | tojson }}<|call_end|>{% endfor %}"
+    "{% if m.tool_calls %}<|calls_end|>{% endif %}"
+)  # fmt: skip
+# Writes calls only of messages whose content is null, and the section's end behind the second one.
+WITH_NULL = (
+    "{% if m.content is none %}" + CALLS
+    + "{{ '<｜calls｜>' if loop.first else nl }}<｜call｜>{{ c.type }}<｜sep｜>{{ c.function.name + nl }}"
+    "{{ '```json' + nl + c.function.arguments + nl + '```' }}<｜end｜>{{ '' if loop.first else '<｜ends｜>' }}"
+    "{% endfor %}{% else %}{{ '' + m.content }}{% endif %}"
 )  # fmt: skip
 BARE = (
     "{% if m.tool_calls %}{% set c = m.tool_calls[0] %}"
@@ -113,12 +126,14 @@ TEMPLATES = {
     "json": template(IN_TAGS),
     "fields": template(FIELDS),
     "pairs": template(PAIRS),
+    "joined": template(JOINED),
     "list": template(LISTED, *IN_INST),
     "spaced": template(SPACED, *IN_INST),
     "named": template(NAMED, *IN_INST),
     "identified": template(IDENTIFIED, *IN_INST),
     "section": template(SECTION),
     "named section": template(NAMED_SECTION),
+    "numbered": template(NUMBERED),
     "bare": template(BARE, *IN_HEADERS),
     "channels": template(CHANNELS, *IN_MESSAGES),
 }
@@ -129,6 +144,7 @@ SPECIAL = {
     "named": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"),
     "identified": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"),
     "named section": ("<｜calls｜>", "<｜call｜>", "<｜sep｜>", "<｜end｜>", "<｜ends｜>"),
+    "numbered": ("<|calls|>", "<|call_begin|>", "<|argument|>", "<|call_end|>", "<|calls_end|>"),
     "bare": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"),
     "channels": (
         "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>",
@@ -149,7 +165,7 @@ def tokenizer_of(name: str, backend: Tokenizer) -> PreTrainedTokenizerFast:
 
 # Those that do not write content beside calls, and those that do not write reasoning.
 WITHOUT_CONTENT = ("list", "spaced", "bare")
-WITHOUT_REASONING = (*WITHOUT_CONTENT, "section", "named section")
+WITHOUT_REASONING = (*WITHOUT_CONTENT, "section", "named section", "numbered")
 
 
 def form_of(name: str) -> AnswerForm:

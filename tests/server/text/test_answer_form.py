@@ -16,7 +16,9 @@ from tests.server.helpers.answer_templates import (
     TEMPLATES,
     TOOLS_JSON,
     USER,
+    WITH_NULL,
     form_of,
+    parsed,
     template,
 )
 
@@ -29,12 +31,14 @@ THINK = ("<think>", "</think>")
         ("json", "json", "<tool_call>", THINK),
         ("fields", "fields", "<tool_call>\n<function=", THINK),
         ("pairs", "fields", "<tool_call>", THINK),
+        ("joined", "fields", "<tool_call>", THINK),
         ("list", "json", "[TOOL_CALLS]", None),
         ("spaced", "json", "[TOOL_CALLS]", None),
         ("named", "named", "[TOOL_CALLS]", ("[THINK]", "[/THINK]")),
         ("identified", "named", "[TOOL_CALLS]", ("[THINK]", "[/THINK]")),
         ("section", "fields", '<calls>\n<invoke name="', None),
         ("named section", "named", "<｜calls｜><｜call｜>", None),
+        ("numbered", "named", "<|calls|><|call_begin|>functions.", None),
         ("bare", "json", "", None),
         ("channels", "channels", "", None),
     ],
@@ -68,6 +72,7 @@ def test_the_text_around_names_and_arguments_is_the_templates() -> None:
     [
         ("section", "\n</invoke>", '<invoke name="', "\n</calls>"),
         ("named section", "<｜end｜>", "<｜call｜>", "<｜ends｜>"),
+        ("numbered", "<|call_end|>", "<|call_begin|>functions.", "<|calls_end|>"),
         ("json", "}\n</tool_call>", "", ""),
         ("fields", "\n</function>\n</tool_call>", "", ""),
         ("named", "", "", ""),
@@ -85,6 +90,22 @@ def test_calls_of_a_template_that_joins_arguments_to_text_are_found() -> None:
     source = template(NAMED.replace("c.function.arguments | tojson", "'' + c.function.arguments"))
     form = render_prompt(source, Conversation([USER]), {}).form
     assert form.calls == form_of("named").calls
+
+
+def test_calls_of_a_template_that_writes_them_without_content_are_found() -> None:
+    form = render_prompt(template(WITH_NULL), Conversation([USER]), {}).form
+    begin, end = "<｜call｜>function<｜sep｜>", "\n```<｜end｜>"
+    assert form.calls is not None
+    assert (form.calls.begin, form.calls.end) == ("<｜calls｜>" + begin, end)
+    assert (form.calls.again, form.calls.section_end) == (begin, "<｜ends｜>")
+    one, more = (f'{begin}{name}\n```json\n{{"number": 1}}{end}' for name in ("add", "now"))
+    for answer in (f"Hi<｜calls｜>{one}\n{more}<｜ends｜>", f"Hi<｜calls｜>{one}\n{more}"):
+        found = parsed(form, list(answer))
+        assert [(each.name, each.arguments) for each in found.calls] == [
+            ("add", '{"number": 1}'),
+            ("now", '{"number": 1}'),
+        ]
+        assert found.content == "Hi"
 
 
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, "{{ messages }}", "{{ 1 }}", "{{ tools | tojson }}"])

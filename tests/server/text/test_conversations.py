@@ -216,6 +216,57 @@ def test_a_template_that_reads_every_content_is_given_an_empty_one() -> None:
     assert shown(template, USER, calling("{}")) == "<hi><>"
 
 
+def calls_of(*names: str, content: str | None = None) -> dict[str, Any]:
+    calls = [
+        {"id": f"id{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for name in names
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_template_that_shows_calls_only_without_content_is_given_none(content: str | None) -> None:
+    source = (
+        "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% else %}{{ '' + m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    assert shown(source, USER, calls_of("now", content=content)) == "hinow{}"
+
+
+def test_a_template_that_shows_ids_in_place_of_names_is_given_ids_with_names() -> None:
+    source = (
+        "{% for m in messages %}<{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{{ m.tool_call_id }}={{ m.content }}>{% endfor %}"
+    )
+    answers = [{"role": "tool", "tool_call_id": each, "content": "1"} for each in ("idb", "ida", "other")]
+    assert shown(source, calls_of("a", "b", content=""), *answers, calls_of("a", content="")) == (
+        "<functions.a:0{}functions.b:1{}=><functions.b:1=1><functions.a:0=1><other=1><functions.a:2{}=>"
+    )
+    with_names = source.replace("{{ c.id }}", "{{ c.id + c.function.name | upper }}")
+    assert shown(with_names, calls_of("a", content="")) == "<idaA{}=>"
+
+
+def test_a_template_that_takes_one_text_beside_calls_is_given_both_as_reasoning() -> None:
+    source = (
+        "{% for m in messages %}{% if m.tool_calls %}{% if m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}{{ m.thinking or m.content }}|{{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert shown(source, {**calls_of("now", content="Then"), "reasoning": "So"}) == "So\n\nThen|now"
+    assert shown(source, {**calls_of("now", content=""), "reasoning": "So"}) == "So|now"
+    assert shown(source, calls_of("now", content="Then")) == "Then|now"
+
+
+@pytest.mark.parametrize("calls", [[], None])
+def test_an_empty_list_of_calls_is_none(calls: list[Any] | None) -> None:
+    source = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert shown(source, {"role": "assistant", "content": "So", "tool_calls": calls}) == "So"
+
+
 def test_the_effort_of_reasoning_is_a_variable_of_templates_that_read_it() -> None:
     template = (
         "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"

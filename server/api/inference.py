@@ -160,7 +160,7 @@ async def _chat_call(
         sampling["logprobs"] = body.top_logprobs or 0
     if body.num_new_tokens is not None:
         sampling["max_new_tokens"] = body.num_new_tokens
-    requested = body.requested()
+    requested = body.requested
     call = GenerationCall(
         tenant,
         Reference.parse(body.model),
@@ -304,7 +304,7 @@ async def _completion_call(
         length_field="max_tokens",
         echo=bool(body.echo),
         adds_special_tokens=body.add_special_tokens is not False,
-        requested=body.requested(),
+        requested=body.requested,
     )
     has_logprobs, is_prompt_only = body.logprobs is not None, body.max_tokens == 0
     return call, partial(CompletionReply, body.model, body.usage_in, has_logprobs, is_prompt_only)

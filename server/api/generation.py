@@ -49,6 +49,7 @@ from server.protocol.request import (
     token_ids_of,
 )
 from server.protocol.rules import NEUTRAL
+from server.tenants.loop_ledger import timed_on_thread
 from server.tenants.tenant import Rates, Tenant
 from server.text.answer_form import AnswerForm
 from server.text.chat_template import Conversation
@@ -245,7 +246,8 @@ async def answer(
                     reply = _whole_reply(submission, replies, sequences)
                 else:
                     # Log-probabilities make documents that take long to build, and other requests need the event loop.
-                    reply = await run_in_threadpool(_whole_reply, submission, replies, sequences)
+                    making = timed_on_thread(_whole_reply)
+                    reply = await run_in_threadpool(making, submission, replies, sequences)
             events.cancel()
             return reply
         first = begun(submission.outputs.take())
@@ -476,7 +478,7 @@ async def _checked(requests: Sequence[Request], facts: EngineFacts) -> Sequence[
 
     if sum(len(request.prompt_ids) for request in requests) <= MAX_CHECKED_HERE:
         return check()
-    return await run_in_threadpool(check)
+    return await run_in_threadpool(timed_on_thread(check))
 
 
 def _check_length(call: GenerationCall, num_prompt: int, max_tokens: int) -> None:
@@ -560,6 +562,20 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
     return sequences
 
 
+async def _made(
+    submission: Submission, replies: ReplyFormat, outputs: list[TextToken | SequenceEnd]
+) -> bytes:
+    """Return the events of outputs; the first of a choice may have a prompt's 262,144 log-probabilities in it."""
+
+    def make() -> bytes:
+        return b"".join(map(replies.part, outputs))
+
+    if submission.sampling_params.prompt_logprobs is None:
+        return make()
+    # As of whole replies.
+    return await run_in_threadpool(timed_on_thread(make))
+
+
 async def _stream(
     submission: Submission,
     replies: ReplyFormat,
@@ -578,11 +594,13 @@ async def _stream(
             with events.sending:
                 yield WAITING
             await asyncio.wait({first}, timeout=pause_s)
+        made = replies.begin() + await _made(submission, replies, first.result())
         with events.sending:
-            yield replies.begin() + b"".join(map(replies.part, first.result()))
+            yield made
         while taken := await submission.outputs.take():
+            made = await _made(submission, replies, taken)
             with events.sending:
-                yield b"".join(map(replies.part, taken))
+                yield made
         yield replies.end()
     except PeraxisError as error:
         yield replies.failed(error_body(error, http_request_id))

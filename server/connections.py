@@ -93,6 +93,8 @@ GIVING_WAY = (LINGERING, IDLE, HEAD)
 # Pieces of what callers without a key have sent that a turn of the event loop reads: some 10 ms. With fewer,
 # connections whose heads wait give way to new ones before they are answered.
 READ_PER_TURN = 32
+# And no further piece is read when a turn has taken so long: what is in a piece decides how long it takes.
+READING_S = 0.02
 # Bound on the pieces that wait: thousands of heads of usual size.
 MAX_UNREAD_BYTES = 16 << 20
 
@@ -106,15 +108,17 @@ class ReadingTurns:
 
     def __init__(self) -> None:
         self._num_left = READ_PER_TURN
+        self._until = 0.0  # of this thread's time
         self._num_bytes = 0
         self._waiting: dict[Hashable, tuple[Callable[[], None], int]] = {}
 
     def begin(self) -> bool:
         """Return whether one more piece may be read in this turn, and count it then."""
-        if not self._num_left:
-            return False
         if self._num_left == READ_PER_TURN:
+            self._until = time.thread_time() + READING_S
             asyncio.get_running_loop().call_soon(self._turn)
+        elif not self._num_left or time.thread_time() > self._until:
+            return False
         self._num_left -= 1
         return True
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltastore.errors import shown
 from server.api.service import AnyService, Service
-from server.errors import Forbidden, InvalidApiKey, QueueFull
+from server.errors import Forbidden, InvalidApiKey, InvalidRequest, QueueFull
 from server.protocol.request import RequestContext, current_request
 from server.settings import Settings
 from server.tenants.loop_ledger import NOBODY
@@ -72,6 +72,8 @@ ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
 }
 
 
+# Bound on a query: one that fills a head takes 14 ms to read, and 43 ms where its fields are checked.
+MAX_QUERY_BYTES = 4 << 10
 # Seconds for which a browser asks no second time whether a page may send a request.
 PREFLIGHT_S = 600
 # What pages may read of a reply beside its body.
@@ -112,7 +114,10 @@ async def authorize(request: Request, service: AnyService) -> None:
         InvalidApiKey: the route needs a key, and the request has none that is valid.
         Forbidden: the key does not have the route's role; or there are no keys, and the request may be a page's.
         QueueFull: the server has no connection left for the tenant.
+        InvalidRequest: the query is too long.
     """
+    if len(request.scope["query_string"]) > MAX_QUERY_BYTES:
+        raise InvalidRequest(f"the query has more than {MAX_QUERY_BYTES} bytes: send fewer or shorter fields")
     if service.settings.auth == "none":
         _check_host(request, service.settings)
         _check_site(request)

@@ -50,6 +50,7 @@ from server.protocol.request import (
     token_ids_of,
 )
 from server.protocol.rules import NEUTRAL
+from server.tenants.loop_ledger import timed_on_thread
 from server.tenants.tenant import Rates, Tenant
 from server.text.answer_form import AnswerForm
 from server.text.chat_template import Conversation
@@ -246,7 +247,8 @@ async def answer(
                     reply = _whole_reply(submission, replies, sequences)
                 else:
                     # Log-probabilities make documents that take long to build, and other requests need the event loop.
-                    reply = await run_in_threadpool(_whole_reply, submission, replies, sequences)
+                    making = timed_on_thread(_whole_reply)
+                    reply = await run_in_threadpool(making, submission, replies, sequences)
             events.cancel()
             return reply
         first = begun(submission.outputs.take())
@@ -321,7 +323,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         call = replace(call, requested=in_form(call.requested, form), sampling=await _ruled(call, text))
         making = partial(_requests, call, text, record, prompts, service.engine.facts, events)
         is_long = sum(map(len, prompts)) > MAX_CHECKED_HERE
-        requests = await run_in_threadpool(making) if is_long else making()
+        requests = await run_in_threadpool(timed_on_thread(making)) if is_long else making()
         _check_echoes(requests, echoes)
         events.admission.count(sum(map(len, prompts)))
         await _send(service, call, text, requests, events)
@@ -563,6 +565,20 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
     return sequences
 
 
+async def _made(
+    submission: Submission, replies: ReplyFormat, outputs: list[TextToken | SequenceEnd]
+) -> bytes:
+    """Return the events of outputs; the first of a choice may have a prompt's 262,144 log-probabilities in it."""
+
+    def make() -> bytes:
+        return b"".join(map(replies.part, outputs))
+
+    if submission.sampling_params.prompt_logprobs is None:
+        return make()
+    # As of whole replies.
+    return await run_in_threadpool(timed_on_thread(make))
+
+
 async def _stream(
     submission: Submission,
     replies: ReplyFormat,
@@ -581,11 +597,13 @@ async def _stream(
             with events.sending:
                 yield WAITING
             await asyncio.wait({first}, timeout=pause_s)
+        made = replies.begin() + await _made(submission, replies, first.result())
         with events.sending:
-            yield replies.begin() + b"".join(map(replies.part, first.result()))
+            yield made
         while taken := await submission.outputs.take():
+            made = await _made(submission, replies, taken)
             with events.sending:
-                yield b"".join(map(replies.part, taken))
+                yield made
         yield replies.end()
     except PeraxisError as error:
         yield replies.failed(error_body(error, http_request_id))

@@ -41,7 +41,9 @@ class Documents:
 
     def __init__(self, submission: Submission, prefix: str, model: str, usage_in: UsageIn) -> None:
         record = submission.record
-        self._submission = submission
+        self._outputs = submission.outputs
+        # Added up once: with `continuous_usage_stats`, each event of a stream has it.
+        self._num_prompt = submission.num_prompt_tokens
         self._usage_in = usage_in
         self._id = f"{prefix}-{submission.requests[0].id}"
         self._created = int(time.time())
@@ -65,7 +67,7 @@ class Documents:
         if self._usage_in == "last":
             document["usage"] = None
         elif self._usage_in == "all":
-            document["usage"] = self.usage(self._submission.outputs.num_tokens)
+            document["usage"] = self.usage(self._outputs.num_tokens)
         return unnamed_event(document)
 
     def last_chunks(self, kind: str, num_new_tokens: int) -> bytes:
@@ -76,12 +78,11 @@ class Documents:
 
     def usage(self, num_new_tokens: int) -> dict[str, Any]:
         """Return the number of tokens; each prompt counts once, whatever `n` is."""
-        num_prompt = self._submission.num_prompt_tokens
         return {
-            "prompt_tokens": num_prompt,
+            "prompt_tokens": self._num_prompt,
             "completion_tokens": num_new_tokens,
-            "total_tokens": num_prompt + num_new_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._submission.outputs.num_cached},
+            "total_tokens": self._num_prompt + num_new_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._outputs.num_cached},
         }
 
 
@@ -160,7 +161,7 @@ async def _chat_call(
         sampling["logprobs"] = body.top_logprobs or 0
     if body.num_new_tokens is not None:
         sampling["max_new_tokens"] = body.num_new_tokens
-    requested = body.requested()
+    requested = body.requested
     call = GenerationCall(
         tenant,
         Reference.parse(body.model),
@@ -304,7 +305,7 @@ async def _completion_call(
         length_field="max_tokens",
         echo=bool(body.echo),
         adds_special_tokens=body.add_special_tokens is not False,
-        requested=body.requested(),
+        requested=body.requested,
     )
     has_logprobs, is_prompt_only = body.logprobs is not None, body.max_tokens == 0
     return call, partial(CompletionReply, body.model, body.usage_in, has_logprobs, is_prompt_only)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, Literal, cast
 
 import numpy as np
@@ -240,10 +241,13 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None  # vLLM's
 
 
-class OpenAIBody(Struct, frozen=True, kw_only=True):
+class OpenAIBody(Struct, frozen=True, kw_only=True, dict=True):
     """Fields that both routes have. Those of `SAMPLING_FIELDS` take the variant's defaults if they are not given.
 
     Those behind `response_format` are vLLM's, and so are `top_k`, `min_p` and `repetition_penalty`.
+
+    A body makes what it requests of its output while it is parsed: with schemas and tools of the largest size that
+    takes 0.1 s, which the event loop does not have.
     """
 
     model: ModelName
@@ -282,8 +286,9 @@ class OpenAIBody(Struct, frozen=True, kw_only=True):
             return "none"
         return "all" if options.continuous_usage_stats else "last"
 
+    @cached_property
     def requested(self) -> Requested:
-        """Return the form that the output must have; raises InvalidRequest if it cannot be had."""
+        """The form that the output must have; raises InvalidRequest if it cannot be had."""
         grammar = self.grammar()
         return FREE if grammar is None else requested(grammar)
 
@@ -435,6 +440,7 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True):
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1 without echo", "max_tokens")
         force_setattr(self, "prompt", parse_prompts(self.prompt))
+        _ = self.requested
 
     def prompts(self) -> Sequence[str | TokenIds]:
         """Return each prompt as a text or as token ids."""
@@ -501,11 +507,13 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         if self.num_new_tokens == 0:
             raise InvalidRequest(f"{self.length_field} must be at least 1", self.length_field)
         _check_chat(self)
+        _ = self.requested
 
     def conversation(self, tools: bytes) -> Conversation:
         """Return the conversation; `tools` are those that its template is shown."""
         return _conversation(self, tools)
 
+    @cached_property
     def requested(self) -> Requested:
         grammar = self.grammar()
         if (grammar, self.tools, self.tool_choice) == (None, None, None):
@@ -522,7 +530,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
-class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """The body of `POST /tokenize`: a prompt, or a conversation with the fields by which chats render it.
 
     By default a prompt has special tokens and a conversation only its template's.
@@ -555,10 +563,17 @@ class TokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
                 if getattr(self, name):
                     raise InvalidRequest(f"{name} needs messages: leave it out", name)
         _check_chat(self)
+        # As in `OpenAIBody`.
+        _ = self.shown_tools
+
+    @cached_property
+    def shown_tools(self) -> bytes:
+        """The tools that the template is shown; raises InvalidRequest if they cannot be used."""
+        return requested(None, self.tools, self.tool_choice).tools
 
     def conversation(self) -> Conversation:
-        """Return the conversation; raises InvalidRequest if its tools cannot be used."""
-        return _conversation(self, requested(None, self.tools, self.tool_choice).tools)
+        """Return the conversation."""
+        return _conversation(self, self.shown_tools)
 
 
 class DetokenizeBody(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -382,16 +382,17 @@ class Sampler:
             or (params.seed is not None and not self.greedy)
             or not self._biases.are_none
         )
+        # Of a sequence with a penalty and no rules.
+        has_seen = self.rules is None and params.repetition_penalty != 1
+        self._seen = SeenTokens(prompt) if has_seen else None
         # About what a token takes in the kernels, and in all, in argmaxes.
         self.drawn_cost = _drawn_cost(params, is_ruled=self.rules is not None, is_warped=bool(self.warpers))
+        self._unseen_cost = self.drawn_cost
         self.cost = self.drawn_cost + RULED * (self.rules is not None) + WARPED * len(self.warpers)
         self._changing_s = 0.0
         self._params = params
         self._seed = secrets.randbits(63) if params.seed is None else params.seed + index
         self._num_sampled = 0
-        # Of a sequence with a penalty and no rules.
-        has_seen = self.rules is None and params.repetition_penalty != 1
-        self._seen = SeenTokens(prompt) if has_seen else None
 
     def add(self, token_id: int) -> None:
         """Take in the next token, sampled here or by an engine before this one."""
@@ -420,6 +421,7 @@ class Sampler:
         if self.rules is not None or (self._seen is None and self._biases.are_none):
             return Draw(num_embeddings, uniform, *truncation)
         seen = array("i") if self._seen is None else self._seen.ids(num_embeddings)
+        self.drawn_cost = self._unseen_cost + len(seen) / SEEN_PER_ARGMAX
         return Draw(
             *(num_embeddings, uniform, *truncation, params.repetition_penalty, seen),
             *self._biases.due(num_embeddings),
@@ -518,6 +520,8 @@ DRAWN, WITH_TOP_P, WITH_MIN_P, WITH_PENALTY, WITH_LOGPROBS = 0.8, 2.6, 0.4, 1.0,
 # A greater top-k than a row has blocks takes as much as top-p.
 WITH_TOP_K, SMALL_TOP_K = 0.2, 64
 RULED, WARPED = 2.0, 40.0
+# Tokens that were seen whose penalties take as long as an argmax.
+SEEN_PER_ARGMAX = 15_000
 
 
 def _drawn_cost(params: SamplingParams, *, is_ruled: bool, is_warped: bool) -> float:

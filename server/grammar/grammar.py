@@ -92,6 +92,8 @@ def matching_schema(
 
 def matching_regex(regex: str, param: str) -> Grammar:
     """Return the grammar of texts that a regular expression matches as a whole, in the syntax of Rust's regex."""
+    # Before it is rewritten.
+    check_size(len(regex), param)
     return checked(f"start: /{lark_regex(regex)}/\n", param)
 
 
@@ -341,6 +343,9 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _schema_of(json: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    if isinstance(json, str):
+        # The body's bound on values does not count those of a text.
+        check_size(len(json), param)
     try:
         schema = decode(json) if isinstance(json, str) else json
     except (DecodeError, RecursionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import socket
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 
 from server import connections
-from server.connections import MAX_UNREAD_BYTES, Listener, ReadingTurns
+from server.connections import MAX_UNREAD_BYTES, READING_S, Listener, ReadingTurns
 from server.processes import listen
 from server.tenants.loop_ledger import NOBODY, Headers
 from server.web_server import run_event_loop
@@ -163,3 +164,17 @@ def test_a_listener_without_descriptors_tries_again(
 
     run_event_loop(main())
     assert "cannot accept connections" in caplog.text
+
+
+def test_a_turn_reads_no_further_piece_when_those_before_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece of 250 kB may take as long as a hundred heads."""
+
+    async def main() -> None:
+        reading, times = ReadingTurns(), itertools.count()
+        monkeypatch.setattr(connections.time, "thread_time", lambda: 0.9 * READING_S * next(times))
+        # The first tells when the turn began.
+        assert [reading.begin() for _ in range(4)] == [True, True, False, False]
+        await asyncio.sleep(0)
+        assert reading.begin()
+
+    asyncio.run(main())

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from server.processes import raise_descriptor_limit
-from server.web_server import MAX_PIPELINED
+from server.web_server import FREE_CHUNKS, MAX_PIPELINED, MIN_CHUNK_BYTES
 from tests.server.helpers.live_server import ROOT, WAIT_S
 from tests.server.helpers.web import Web, answer, code_of, serving, talk
 from tests.server.helpers.web_program import hello
@@ -188,6 +188,55 @@ def test_wrong_chunks_are_refused_while_the_application_waits_for_the_body(wrong
         writer.close()
 
     talk(what, app)
+
+
+@pytest.mark.parametrize("reads_body", [True, False], ids=["read", "answered before"])
+def test_a_body_of_many_small_chunks_is_refused(reads_body: bool) -> None:
+    """Each takes as long to read as a kilobyte: a client that sends 10 MB/s of them would have the event loop."""
+    num_read = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_read
+        waits = reads_body and scope["method"] == "POST"
+        while waits and (message := await receive())["type"] != "http.disconnect":
+            num_read += len(message["body"])
+        await hello(scope, receive, send)
+
+    async def what(web: Web) -> None:
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        reader, writer = await web.connect(head)
+        if not reads_body:
+            assert await answer(reader) == (200, b"hello")
+        for num_chunks in (FREE_CHUNKS, FREE_CHUNKS // MIN_CHUNK_BYTES + 1):
+            writer.write(b"1\r\na\r\n" * num_chunks)
+            await web.ask()
+        if reads_body:
+            assert code_of(await answer(reader)) == (400, "invalid_request")
+        assert await reader.read() == b""
+        writer.close()
+
+    talk(what, app)
+    assert num_read <= FREE_CHUNKS + FREE_CHUNKS // MIN_CHUNK_BYTES
+
+
+def test_a_body_may_have_as_many_chunks_of_usual_size_as_it_has() -> None:
+    num_chunks, num_read = 3 * FREE_CHUNKS, 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_read
+        more = True
+        while more:
+            message = await receive()
+            num_read, more = num_read + len(message["body"]), message["more_body"]
+        await hello(scope, receive, send)
+
+    async def what(web: Web) -> None:
+        head = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        chunk = b"%x\r\n%b\r\n" % (MIN_CHUNK_BYTES, b"a" * MIN_CHUNK_BYTES)
+        assert await web.ask(head + num_chunks * chunk + b"0\r\n\r\n") == (200, b"hello")
+
+    talk(what, app)
+    assert num_read == num_chunks * MIN_CHUNK_BYTES
 
 
 def test_requests_that_are_not_waited_for_are_bounded() -> None:

@@ -214,7 +214,7 @@ def test_fields_of_messages_and_tools_pass_as_they_came() -> None:
         "tools": [{"type": "function", "function": function, "extra": 1}],
     }
     parsed = msgspec.json.decode(json.dumps(body), type=ChatBody)
-    conversation = parsed.conversation(parsed.requested().tools)
+    conversation = parsed.conversation(parsed.requested.tools)
     assert conversation.messages == messages
     assert json.loads(conversation.tools) == body["tools"]
 

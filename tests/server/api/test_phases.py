@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from server.api import inference
 from server.api.generation import TOKEN_BYTES
+from server.api.outputs import TextToken
 from server.errors import EngineRestarted
-from tests.server.helpers.http_app import HttpApp, running_app, settings_of
+from tests.server.helpers.http_app import HttpApp, running_app, settings_of, with_engine
 from tests.server.helpers.live_server import error_of
 from tests.server.helpers.served import Family, make_family
 from tests.server.metrics.helpers.samples import value_of
@@ -153,3 +157,26 @@ def test_a_bug_in_a_route_shows_an_id_and_no_traceback(
         assert 'code="500",route="/variants"} 1.0' in (await app.client.get("/metrics")).text
 
     exercise(family.base, tmp_path, talk)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_log_probabilities_of_prompts_become_json_beside_the_event_loop(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    """Those of one reply take 0.2 s, charged to its tenant."""
+    threads = set[threading.Thread]()
+    made = inference.completion_logprobs
+
+    def noted(tokens: Iterable[TextToken], num_chars: int = 0) -> dict[str, list[Any]]:
+        threads.add(threading.current_thread())
+        return made(tokens, num_chars)
+
+    async def talk(app: HttpApp) -> None:
+        monkeypatch.setattr(inference, "completion_logprobs", noted)
+        body = {"model": "base", "prompt": [3, 4, 5], "max_tokens": 2, "echo": True, "logprobs": 1}
+        reply = await app.client.post("/v1/completions", json={**body, "stream": is_stream})
+        assert b'"token_logprobs":[null,' in reply.content
+        assert threads
+        assert threading.main_thread() not in threads
+
+    with_engine(family.base, tmp_path / "registry", talk)

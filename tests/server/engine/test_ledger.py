@@ -235,3 +235,15 @@ def test_what_a_token_takes_to_sample_grows_with_what_is_asked() -> None:
     costs = [Sampler(params, 0, prompt).cost for params in asked]
     assert costs == sorted(set(costs))
     assert costs[0] == 1
+
+
+def test_penalties_of_many_tokens_are_paid_by_the_sequence_that_has_seen_them() -> None:
+    """With 128k of them, a token takes as long as with eight argmaxes more."""
+    vocab, params = 60_000, SamplingParams(temperature=1.0, repetition_penalty=1.1)
+    few = Sampler(params, 0, PromptHistory(token_ids_of([1] * vocab)))
+    many = Sampler(params, 0, PromptHistory(token_ids_of(range(vocab))))
+    for sampler in (few, many):
+        sampler.plan(vocab)
+    own = divided([few, many], 1.0)
+    assert own[1] > 2 * own[0]
+    assert sum(own) == pytest.approx(1.0)

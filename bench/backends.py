@@ -137,12 +137,7 @@ def report(args: Namespace) -> Report:
 
 OPTIONS = [option("--vllm", None, "the Python of an environment that has vLLM and peraxis-vllm", type=Path)]
 main = Bench(
-    "backends",
-    __doc__,
-    report,
-    OPTIONS,
-    small="a tiny model",
-    folder="where the checkpoints and the registries are made",
+    "backends", __doc__, report, OPTIONS, small="a tiny model", folder="for checkpoints and registries"
 )
 
 if __name__ == "__main__":

@@ -258,11 +258,7 @@ def report(args: Namespace) -> Report:
 
 
 main = Bench(
-    "coldload",
-    __doc__,
-    report,
-    small="a tiny model",
-    folder="where the checkpoint and the registry are made: a disk",
+    "coldload", __doc__, report, small="a tiny model", folder="for the checkpoint and the registry: a disk"
 )
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ main = Bench(
     report,
     OPTIONS,
     small="one pair of some megabytes",
-    folder="where the pairs are made; the largest takes 4.5 GB",
+    folder="for the pairs, of at most 4.5 GB",
     file=lambda args: "compress-fit.json" if args.fit else "compress.json",
 )
 

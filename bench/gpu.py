@@ -116,13 +116,14 @@ COLUMNS: Columns = {
     "": lambda row: {None: "", True: "met", False: "NOT MET"}[row.met],
     "note": lambda row: row.note,
 }
+OPTIONS = [DEVICE, option("--minutes", MINUTES, "no section begins later")]
 main = Bench(
     "gpu",
     __doc__,
     report,
-    [DEVICE, option("--minutes", MINUTES, "no section begins later")],
+    OPTIONS,
     small="tiny shapes",
-    folder="where files are made; a disk, not a file system in memory",
+    folder="for the files: a disk, not memory",
     file=lambda args: "gpu.json" if torch.device(args.device).type == "cuda" else None,
 )
 

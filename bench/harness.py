@@ -72,7 +72,7 @@ class Goal:
 
     @property
     def side(self) -> str:
-        return f"at {'least' if self.at_least else 'most'} {self.limit:.3g}"
+        return f"at {'least' if self.at_least else 'most'} {_short(self.limit)}"
 
     @property
     def is_met(self) -> bool | None:
@@ -88,10 +88,12 @@ class Goal:
 
 
 def at_most(name: str, reached: float | None, limit: float, of: str = "") -> Goal:
+    """Return a goal that a figure up to its limit meets."""
     return Goal(name, reached, limit, of=of)
 
 
 def at_least(name: str, reached: float | None, limit: float, of: str = "") -> Goal:
+    """Return a goal that a figure from its limit on meets."""
     return Goal(name, reached, limit, at_least=True, of=of)
 
 
@@ -212,8 +214,11 @@ def goal_table(goals: Sequence[Goal]) -> str:
 def _reached(goal: Goal, is_marked: bool) -> str:
     if goal.reached is None:
         return ""
-    value = f"{goal.reached:.3g}" if abs(goal.reached) < 1000 else f"{goal.reached:.0f}"
-    return f"{value} (not met)" if is_marked and not goal.is_met else value
+    return _short(goal.reached) + (" (not met)" if is_marked and not goal.is_met else "")
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def table_of(columns: Columns, rows: Iterable[Any]) -> str:

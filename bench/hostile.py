@@ -480,12 +480,7 @@ OPTIONS = [
     option("--attacks", KINDS, f"all by default, one at a time: {', '.join(KINDS)}", nargs="+", type=_kind)
 ]
 main = Bench(
-    "hostile",
-    __doc__,
-    report,
-    OPTIONS,
-    small="a tiny model",
-    folder="where the checkpoints and the registry are made",
+    "hostile", __doc__, report, OPTIONS, small="a tiny model", folder="for checkpoints and the registry"
 )
 
 if __name__ == "__main__":

@@ -554,14 +554,7 @@ OPTIONS = (
     option("--repeats", 3),
     option("--baseline", None, "another checkout, whose server runs 300 streams, too", type=Path),
 )
-main = Bench(
-    "http",
-    __doc__,
-    report,
-    OPTIONS,
-    small="a tiny model",
-    folder="where the checkpoints and the registries are made",
-)
+main = Bench("http", __doc__, report, OPTIONS, small="a tiny model", folder="for checkpoints and registries")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -204,13 +204,14 @@ def report(args: Namespace) -> Report:
     )
 
 
+OPTIONS = [option("--repeats", 10), THREADS, DEVICE]
 main = Bench(
     "load",
     __doc__,
     report,
-    [option("--repeats", 10), THREADS, DEVICE],
+    OPTIONS,
     small="a pair of some megabytes",
-    folder="where the files are made; a disk, not a file system in memory",
+    folder="for the files: a disk, not memory",
 )
 
 if __name__ == "__main__":

@@ -168,13 +168,14 @@ def report(args: Namespace) -> Report:
     return Report(settings, results, [table_of(COLUMNS, results)], conditions=conditions, device=device)
 
 
+OPTIONS = [option("--repeats", 3), THREADS, DEVICE]
 main = Bench(
     "objectstore",
     __doc__,
     report,
-    [option("--repeats", 3), THREADS, DEVICE],
+    OPTIONS,
     small="a delta of some megabytes",
-    folder="where the files are made; a disk, not a file system in memory",
+    folder="for the files: a disk, not memory",
 )
 
 if __name__ == "__main__":

@@ -430,7 +430,7 @@ main = Bench(
     report,
     OPTIONS,
     small="a tiny model",
-    folder="where the checkpoint and the registry are made",
+    folder="for the checkpoint and the registry",
     file=lambda args: "throughput.json" if args.shapes == "158m" else f"throughput-{args.shapes}.json",
 )
 

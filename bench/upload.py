@@ -218,13 +218,14 @@ def report(args: Namespace) -> Report:
     )
 
 
+OPTIONS = [option("--repeats", 5)]
 main = Bench(
     "upload",
     __doc__,
     report,
-    [option("--repeats", 5)],
+    OPTIONS,
     small="a few megabytes",
-    folder="where the files are made; a disk with 10 GB of room",
+    folder="for the files: a disk with 10 GB of room",
 )
 
 if __name__ == "__main__":

@@ -133,11 +133,7 @@ def report(args: Namespace) -> Report:
 
 
 main = Bench(
-    "registry",
-    __doc__,
-    report,
-    small="40 variants",
-    folder="where the checkpoint and the registries are made: a disk",
+    "registry", __doc__, report, small="40 variants", folder="for the checkpoint and the registries: a disk"
 )
 
 if __name__ == "__main__":

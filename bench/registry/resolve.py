@@ -219,7 +219,7 @@ main = Bench(
     __doc__,
     report,
     small="few versions",
-    folder="where the registries are made",
+    folder="for the registries",
     file=lambda _: "resolve.json",
 )
 

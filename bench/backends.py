@@ -7,21 +7,31 @@ loads each second.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
-from collections.abc import Mapping, Sequence
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bench.coldload import Setup, TrafficScope, streams
 from bench.engine import FULL, MAX_POSITIONS, SMALL, publish_variants, write_base
-from bench.http.subjects import BESIDE, CONSTRAINED, FREE, PROMPT_TOKENS, measure_constrained
-from bench.report import RESULTS, describe, write_result
+from bench.harness import (
+    BEST_DEVICE,
+    Bench,
+    Goal,
+    Report,
+    at_least,
+    at_most,
+    fixed,
+    ms,
+    option,
+    rounded,
+    table_of,
+    text,
+)
+from bench.http import BESIDE, CONSTRAINED, FREE, PROMPT_TOKENS, measure_constrained
 from bench.synthetic import LlamaShapes
-from deltastore.console import table
 from deltastore.registry import Registry
 
 NATIVE, VLLM = "native", "vllm"
@@ -58,29 +68,17 @@ SMALL_TRAFFIC = replace(
     TRAFFIC, shapes=SMALL, num_streams=2, num_turns=1, quiet_s=0.5, num_cold=2, pause_s=0.05
 )
 SMALL_SCOPE = BackendScope(SMALL_TRAFFIC, num_streams=2, num_new=8, repeats=1, kv_cache_gb=0.5)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    scope = SMALL_SCOPE if args.small else BackendScope(TRAFFIC)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    engines: dict[str, dict[str, Any]] = {NATIVE: {"backend": NATIVE}}
-    if args.vllm:
-        engines[VLLM] = {"backend": VLLM, "engine_python": args.vllm}
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        figures = {
-            backend: {
-                **masks(Path(name) / backend, scope, settings),
-                **loads(Path(name) / backend, scope, settings),
-            }
-            for backend, settings in engines.items()
-        }
-    print(f"{describe(device)}\n\n{figure_table(figures)}\n\n{goal_table(figures)}")
-    if out := args.out or (None if args.small else RESULTS / "backends.json"):
-        settings = {**asdict(scope), "prompt_tokens": PROMPT_TOKENS, "statistic": "median"}
-        write_result(
-            out, "backends", device, {"settings": settings, "results": figures, "goals": goals(figures)}
-        )
+COLUMNS = {
+    "tokens/s": text("backend"),
+    "free": fixed("free_tokens_per_s", 0),
+    "constrained": fixed("constrained_tokens_per_s", 0),
+    "free beside free": fixed("beside_free_tokens_per_s", 0),
+    "free beside constrained": fixed("beside_constrained_tokens_per_s", 0),
+    "gaps, ms": ms("quiet_p50_s"),
+    "p99": ms("quiet_p99_s"),
+    "gaps with loads": ms("loading_p50_s"),
+    "p99 with loads": ms("loading_p99_s"),
+}
 
 
 def masks(directory: Path, scope: BackendScope, settings: Mapping[str, Any]) -> Figures:
@@ -109,75 +107,38 @@ def loads(directory: Path, scope: BackendScope, settings: Mapping[str, Any]) -> 
     records = publish_variants(registry, base, scope.shapes, traffic.num_variants)
     sizes = {"max_num_seqs": traffic.num_streams, "kv_cache_gb": scope.kv_cache_gb, **settings}
     found = streams(Setup(base, registry, records, traffic, sizes))
-    return {name: round(value, 6) for name, value in found.items()}
+    return rounded(found)
 
 
-def goals(figures: Mapping[str, Figures]) -> list[dict[str, Any]]:
-    """Compare the figures with their limits."""
-    rows = []
+def goals(figures: Mapping[str, Figures]) -> Iterator[Goal]:
+    """Compare the figures of each backend with their limits."""
     for backend, one in figures.items():
-        rows += [
-            (
-                f"{backend}: tokens/s, constrained / free",
-                one["constrained_tokens_per_s"] / one["free_tokens_per_s"],
-                "at least",
-                0.45,
-            ),
-            (
-                f"{backend}: tokens/s of free streams, beside constrained / beside free",
-                one["beside_constrained_tokens_per_s"] / one["beside_free_tokens_per_s"],
-                "at least",
-                0.9,
-            ),
-            (
-                f"{backend}: p99 between tokens, a load each second / none",
-                one["loading_p99_s"] / one["quiet_p99_s"],
-                "at most",
-                1.7,
-            ),
-        ]
-    return [
-        {
-            "goal": goal,
-            "limit": f"{side} {limit:g}",
-            "reached": round(value, 3),
-            "met": value >= limit if side == "at least" else value <= limit,
-        }
-        for goal, value, side, limit in rows
-    ]
+        masked = one["constrained_tokens_per_s"] / one["free_tokens_per_s"]
+        beside = one["beside_constrained_tokens_per_s"] / one["beside_free_tokens_per_s"]
+        gaps = one["loading_p99_s"] / one["quiet_p99_s"]
+        yield at_least("tokens/s, constrained / free", masked, 0.45, backend)
+        yield at_least("tokens/s of free streams, beside constrained / beside free", beside, 0.9, backend)
+        yield at_most("p99 between tokens, a load each second / none", gaps, 1.7, backend)
 
 
-def figure_table(figures: Mapping[str, Figures]) -> str:
-    rows = []
-    for backend, one in figures.items():
-        rates = (
-            one[f"{name}_tokens_per_s"]
-            for name in ("free", "constrained", "beside_free", "beside_constrained")
-        )
-        gaps = (1e3 * one[f"{name}_s"] for name in ("quiet_p50", "quiet_p99", "loading_p50", "loading_p99"))
-        rows.append((backend, *(f"{rate:.0f}" for rate in rates), *(f"{gap:.1f}" for gap in gaps)))
-    heads = ("tokens/s", "free", "constrained", "free beside free", "free beside constrained")
-    return table((*heads, "gaps, ms", "p99", "gaps with loads", "p99 with loads"), rows)
+def report(args: Namespace) -> Report:
+    scope = SMALL_SCOPE if args.small else BackendScope(TRAFFIC)
+    engines: dict[str, dict[str, Any]] = {NATIVE: {"backend": NATIVE}}
+    if args.vllm:
+        engines[VLLM] = {"backend": VLLM, "engine_python": args.vllm}
+    figures = {
+        name: {**masks(args.directory / name, scope, own), **loads(args.directory / name, scope, own)}
+        for name, own in engines.items()
+    }
+    rows = [{"backend": name, **one} for name, one in figures.items()]
+    settings = {**asdict(scope), "prompt_tokens": PROMPT_TOKENS, "statistic": "median"}
+    return Report(settings, figures, [table_of(COLUMNS, rows)], list(goals(figures)), device=BEST_DEVICE)
 
 
-def goal_table(figures: Mapping[str, Figures]) -> str:
-    rows = [
-        (g["goal"], g["limit"], f"{g['reached']:.2f}", "met" if g["met"] else "not met")
-        for g in goals(figures)
-    ]
-    return table(("goal", "limit", "reached", ""), rows)
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.backends", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a tiny model; writes JSON only with --out")
-    parser.add_argument(
-        "--vllm", type=Path, help="the Python of an environment that has vLLM and peraxis-vllm"
-    )
-    parser.add_argument("--dir", type=Path, help="where the checkpoints and the registries are made")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/backends.json by default")
-    return parser.parse_args(argv)
-
+OPTIONS = [option("--vllm", None, "the Python of an environment that has vLLM and peraxis-vllm", type=Path)]
+main = Bench(
+    "backends", __doc__, report, OPTIONS, small="a tiny model", folder="for checkpoints and registries"
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,16 +6,15 @@ tokens of an undisturbed run; at the end no process, socket or shared memory may
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
-import tempfile
+import sys
 import threading
 import time
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +23,11 @@ from typing import Any
 
 import httpx
 import psutil
-import torch
 
+from bench.client import StreamedRequest, read_stream
 from bench.engine import SMALL, prompts, text_of, write_base
+from bench.harness import Bench, Report, option
 from bench.process import CALL_S, Server, part_of, serve_command, serving
-from bench.report import RESULTS, describe, write_result
 from deltastore.console import table
 
 PARTS = ("engine", "http_process", "workers")
@@ -50,9 +49,8 @@ class Outcome:
     """Counts of a run."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    streams: Counter[str] = field(
-        default_factory=Counter
-    )  # identical, differing, ended with an error, cut off
+    # Identical, differing, ended with an error, cut off.
+    streams: Counter[str] = field(default_factory=Counter)
     ready_s: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
     leaked: list[str] = field(default_factory=list)
 
@@ -67,26 +65,6 @@ class Outcome:
             "ready_s": self.ready_s,
             "leaked": self.leaked,
         }
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return 1 when tokens differed or something was left."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dir", type=Path, help="for the base and the registry")
-    parser.add_argument("--out", type=Path, default=RESULTS / "chaos.json")
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        found = measure(Path(name), args.kills, random.Random(args.seed))
-    print(
-        f"{describe(torch.device('cpu'))}\n\n{kill_table(found)}\n\n{dict(found.streams)}; left: {found.leaked}"
-    )
-    settings = {"kills": args.kills, "seed": args.seed, "clients": NUM_CLIENTS}
-    write_result(args.out, "chaos", torch.device("cpu"), {"settings": settings, "results": found.as_json()})
-    return 0 if found.is_clean else 1
 
 
 def measure(directory: Path, num_kills: int, chance: random.Random) -> Outcome:
@@ -148,25 +126,12 @@ def under_load(client: httpx.Client, expected: dict[str, str], found: Outcome) -
 
 def stream_outcome(client: httpx.Client, prompt: str, expected: str) -> str:
     """Stream one answer and compare it."""
-    body = {"prompt": prompt, "max_new_tokens": NEW_TOKENS, "temperature": 0, "stream": True}
-    texts: list[str] = []
-    event = ""
-    try:
-        with client.stream("POST", "/generate", json=body) as reply:
-            if reply.is_error:
-                return f"refused with {reply.status_code}"
-            for line in reply.iter_lines():
-                key, _, value = line.partition(": ")
-                if key == "event":
-                    event = value
-                elif key == "data":
-                    document: dict[str, Any] = json.loads(value)
-                    texts.append(document.get("text", ""))
-    except httpx.TransportError:
-        return "cut off"
-    if event == "error":
+    stream = read_stream(client, StreamedRequest(prompt, NEW_TOKENS))
+    if stream.outcome == "error":
         return "ended with an error"
-    return "identical" if event == "done" and "".join(texts) == expected else "differing"
+    if stream.outcome in ("done", "incomplete"):
+        return "identical" if stream.outcome == "done" and stream.text == expected else "differing"
+    return stream.outcome
 
 
 def kill_one(server: Server, client: httpx.Client, found: Outcome, chance: random.Random) -> None:
@@ -222,5 +187,19 @@ def kill_table(found: Outcome) -> str:
     return table(["killed", "times", "ready after at most, s"], rows)
 
 
+def report(args: Namespace) -> Report:
+    """Measure; the command fails when tokens differed or something was left."""
+    found = measure(args.directory, args.kills, random.Random(args.seed))
+    return Report(
+        {"kills": args.kills, "seed": args.seed, "clients": NUM_CLIENTS},
+        found.as_json(),
+        [kill_table(found), f"{dict(found.streams)}; left: {found.leaked}"],
+        is_failed=not found.is_clean,
+    )
+
+
+OPTIONS = (option("--kills", 100), option("--seed", 0))
+main = Bench("chaos", __doc__, report, OPTIONS, folder="for the base and the registry")
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

@@ -8,11 +8,10 @@ arrivals with a slot for each variant.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,8 +20,7 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
+from bench.client import Span, gaps_meeting, gaps_within
 from bench.engine import (
     FULL,
     MAX_POSITIONS,
@@ -34,8 +32,7 @@ from bench.engine import (
     serving,
     write_base,
 )
-from bench.report import RESULTS, describe, write_result
-from bench.streams import Span, gaps_meeting, gaps_within, p99
+from bench.harness import BEST_DEVICE, Bench, Report, at_most, p99, rounded, say
 from bench.synthetic import LlamaShapes
 from deltastore.console import table
 from deltastore.loader import Loader, LoadReport
@@ -91,26 +88,6 @@ class Setup:
         return prompts(count, PROMPT_TOKENS, self.scope.shapes.vocabulary, seed)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    scope = SMALL_SCOPE if args.small else TrafficScope(FULL)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        directory = Path(name)
-        base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
-        records = publish_variants(registry, base, scope.shapes, scope.num_variants)
-        setup = Setup(base, registry, records, scope)
-        figures = {
-            "streams": _said("streams", lambda: streams(setup)),
-            "first_token": _said("first tokens", lambda: first_tokens(setup)),
-            "zipf": _said("Zipf", lambda: zipf(setup)),
-        }
-    print(f"{describe(device)}\n\n{_tables(figures)}\n\n{_goal_table(figures)}")
-    if out := args.out or (None if args.small else RESULTS / "coldload.json"):
-        settings = {**asdict(scope), "prompt_tokens": PROMPT_TOKENS}
-        write_result(out, "coldload", device, {"settings": settings, **figures, "goals": goals(figures)})
-
-
 def streams(setup: Setup) -> dict[str, float]:
     """Measure p50 and p99 of the gaps between tokens of running streams, in seconds, without loads and with.
 
@@ -134,8 +111,8 @@ def streams(setup: Setup) -> dict[str, float]:
         times = [one.times() for one in asked]
     if min(len(one.tokens) for one in times) == scope.stream_tokens:
         raise RuntimeError(f"a stream ended after {scope.stream_tokens} tokens, before the last load")
-    quiet = gaps_within(times, [turn.quiet for turn in turns])
-    loading = gaps_meeting(times, [turn.loading for turn in turns])
+    quiet = gaps_within(times, [without for without, _ in turns])
+    loading = gaps_meeting(times, [busy for _, busy in turns])
     return {
         "gaps_quiet": len(quiet),
         "gaps_loading": len(loading),
@@ -146,16 +123,8 @@ def streams(setup: Setup) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A period without loads, and the one with loads that follows."""
-
-    quiet: Span
-    loading: Span
-
-
-def _turn(service: BenchEngine, cold: Sequence[VersionRecord], scope: TrafficScope) -> Turn:
-    """Wait, load all cold variants one after another, and unload them."""
+def _turn(service: BenchEngine, cold: Sequence[VersionRecord], scope: TrafficScope) -> tuple[Span, Span]:
+    """Wait, load all cold variants one after another, and unload them; return the time without and with loads."""
     began = time.perf_counter()
     time.sleep(scope.quiet_s)
     load_began = time.perf_counter()
@@ -165,7 +134,7 @@ def _turn(service: BenchEngine, cold: Sequence[VersionRecord], scope: TrafficSco
     load_ended = time.perf_counter()
     for record in cold:
         service.unload(record)
-    return Turn(Span(began, load_began), Span(load_began, load_ended))
+    return Span(began, load_began), Span(load_began, load_ended)
 
 
 def first_tokens(setup: Setup) -> dict[str, float]:
@@ -224,27 +193,6 @@ def arrive(setup: Setup, service: BenchEngine, rate: float) -> list[float]:
     return [one.times().first_token_s for one in asked]
 
 
-def goals(figures: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Compare the figures with their limits."""
-    gaps, zipfs = figures["streams"], figures["zipf"]
-    asked = [
-        (
-            "p99 between tokens, while variants load / without",
-            gaps["loading_p99_s"] / gaps["quiet_p99_s"],
-            1.1,
-        ),
-        (
-            "median first token, slots for half of the variants / for all",
-            zipfs["slots_for_half_p50_s"] / zipfs["slot_for_all_p50_s"],
-            5.0,
-        ),
-    ]
-    return [
-        {"goal": goal, "at_most": most, "reached": round(value, 3), "met": value <= most}
-        for goal, value, most in asked
-    ]
-
-
 def _by_zipf(setup: Setup, draw: random.Random, count: int) -> list[VersionRecord]:
     active = setup.records[: setup.scope.num_active]
     return draw.choices(active, [1 / rank for rank in range(1, len(active) + 1)], k=count)
@@ -268,52 +216,50 @@ def _slowed_loads(added_s: float) -> Iterator[None]:
         yield
 
 
-def _said(what: str, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
-    figures = measure()
-    print(f"{what} done", file=sys.stderr, flush=True)
-    return {name: round(value, 6) for name, value in figures.items()}
-
-
-def _tables(figures: dict[str, dict[str, float]]) -> str:
-    gaps, first, zipfs = figures["streams"], figures["first_token"], figures["zipf"]
-
-    def ms(seconds: float) -> str:
-        return f"{1e3 * seconds:.1f}"
-
-    rows = [
-        ("between tokens of 8 streams, nothing loads", ms(gaps["quiet_p50_s"]), ms(gaps["quiet_p99_s"])),
-        ("the same while cold variants load", ms(gaps["loading_p50_s"]), ms(gaps["loading_p99_s"])),
-        ("first token, alone, variant in its slot", ms(first["warm_p50_s"]), ""),
-        ("first token, alone, variant on disk", ms(first["cold_p50_s"]), ""),
-        (
-            "first token, 16 active variants, 16 slots",
-            ms(zipfs["slot_for_all_p50_s"]),
-            ms(zipfs["slot_for_all_p99_s"]),
+def report(args: Namespace) -> Report:
+    scope = SMALL_SCOPE if args.small else TrafficScope(FULL)
+    base, registry = write_base(args.directory / "base", scope.shapes), Registry(args.directory / "registry")
+    records = publish_variants(registry, base, scope.shapes, scope.num_variants)
+    setup, results = Setup(base, registry, records, scope), {}
+    for name, measure in {"streams": streams, "first_token": first_tokens, "zipf": zipf}.items():
+        results[name] = rounded(measure(setup))
+        say(f"{name} done")
+    gaps, first, zipfs = results["streams"], results["first_token"], results["zipf"]
+    figures = {
+        "between tokens of 8 streams, nothing loads": (gaps["quiet_p50_s"], gaps["quiet_p99_s"]),
+        "the same while cold variants load": (gaps["loading_p50_s"], gaps["loading_p99_s"]),
+        "first token, alone, variant in its slot": (first["warm_p50_s"],),
+        "first token, alone, variant on disk": (first["cold_p50_s"],),
+        "first token, 16 active variants, 16 slots": (
+            zipfs["slot_for_all_p50_s"],
+            zipfs["slot_for_all_p99_s"],
         ),
-        (
-            "first token, 16 active variants, 8 slots",
-            ms(zipfs["slots_for_half_p50_s"]),
-            ms(zipfs["slots_for_half_p99_s"]),
+        "first token, 16 active variants, 8 slots": (
+            zipfs["slots_for_half_p50_s"],
+            zipfs["slots_for_half_p99_s"],
         ),
-    ]
-    return table(("what", "median, ms", "p99, ms"), rows)
+    }
+    rows = [(what, *[*(f"{1e3 * value:.1f}" for value in both), ""][:2]) for what, both in figures.items()]
+    more = zipfs["slots_for_half_p50_s"] / zipfs["slot_for_all_p50_s"]
+    return Report(
+        {**asdict(scope), "prompt_tokens": PROMPT_TOKENS},
+        results,
+        [table(("what", "median, ms", "p99, ms"), rows)],
+        [
+            at_most(
+                "p99 between tokens, while variants load / without",
+                gaps["loading_p99_s"] / gaps["quiet_p99_s"],
+                1.1,
+            ),
+            at_most("median first token, slots for half of the variants / for all", more, 5.0),
+        ],
+        device=BEST_DEVICE,
+    )
 
 
-def _goal_table(figures: dict[str, dict[str, float]]) -> str:
-    rows = [
-        (g["goal"], f"at most {g['at_most']:g}", f"{g['reached']:.2f}", "met" if g["met"] else "not met")
-        for g in goals(figures)
-    ]
-    return table(("goal", "limit", "reached", ""), rows)
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.coldload", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a tiny model; writes JSON only with --out")
-    parser.add_argument("--dir", type=Path, help="where the checkpoint and the registry are made: a disk")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/coldload.json by default")
-    return parser.parse_args(argv)
-
+main = Bench(
+    "coldload", __doc__, report, small="a tiny model", folder="for the checkpoint and the registry: a disk"
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

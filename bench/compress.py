@@ -8,7 +8,6 @@ at its peak. Files are read with `pread`, so the page cache is no part of it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -16,22 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from argparse import SUPPRESS, Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.harness import Bench, Report, fixed, mb, option, table_of
 from bench.process import memory_of, reset_peak
-from bench.report import RESULTS, describe, write_result
 from bench.synthetic import LlamaShapes
 from compressor.config import Calibration, CompressConfig, FitSettings, Method
 from compressor.convert.merge import OutputTensor, split_into_shards, write_index, write_shard
 from compressor.pipeline import compress, plan
 from deltastore.base import architecture
-from deltastore.console import table
 
 SIZES = (
     LlamaShapes(num_layers=8, hidden=512, intermediate=1408, kv=128),
@@ -47,73 +45,28 @@ FITTED_SAMPLES = 32  # sequences; all costs but those of the weights are in prop
 SMALL = (LlamaShapes(num_layers=2, hidden=256, intermediate=704, kv=64, vocabulary=8000),)
 WEIGHT_BYTES = 2
 BLOCK_NUMEL = 1 << 22
+COLUMNS = {
+    "weights": lambda row: f"{row['weights'] / 1e6:.0f}M",
+    "largest tensor, MB": mb("largest_tensor_bytes"),
+    "seconds": fixed("seconds"),
+    "peak growth, MB": mb("peak_growth_bytes"),
+    "bound, MB": mb("bound_bytes"),
+    "growth / largest tensor": fixed("growth_over_largest_tensor", 2),
+    "artifact, MB": mb("artifact_bytes"),
+}
 
 
-@dataclass(frozen=True, slots=True)
-class CompressFigure:
-    """Measurements of one pair, compressed once."""
-
-    num_weights: int
-    largest_bytes: int  # of a tensor
-    seconds: float
-    growth_bytes: int
-    artifact_bytes: int
-    bound_bytes: int
-
-    @property
-    def ratio(self) -> float:
-        return self.growth_bytes / self.largest_bytes
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "weights": self.num_weights,
-            "largest_tensor_bytes": self.largest_bytes,
-            "seconds": round(self.seconds, 2),
-            "peak_growth_bytes": self.growth_bytes,
-            "growth_over_largest_tensor": round(self.ratio, 3),
-            "artifact_bytes": self.artifact_bytes,
-            "bound_bytes": self.bound_bytes,
-        }
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    if args.pair:
-        print(json.dumps(compress_here(args.pair, args.method, args.fit)))
-        return
-    sizes = SMALL if args.small else FITTED_SIZES if args.fit else SIZES
-    figures = [measure(shapes, args.method, args.fit, args.dir) for shapes in sizes]
-    device = torch.device("cpu")
-    how = f"fitted to {FITTED_SAMPLES} sequences" if args.fit else "weights alone"
-    print(f"{describe(device)}; --method {args.method}, {how}, page cache warm\n")
-    head = (
-        "weights",
-        "largest tensor, MB",
-        "seconds",
-        "peak growth, MB",
-        "bound, MB",
-        "growth / largest tensor",
-        "artifact, MB",
-    )
-    print(table(head, [_row(figure) for figure in figures]))
-    default = RESULTS / ("compress-fit.json" if args.fit else "compress.json")
-    if out := args.out or (None if args.small else default):
-        settings = {"method": args.method, "dtype": "bfloat16", "page_cache": "warm"}
-        settings |= {"fitted_samples": FITTED_SAMPLES} if args.fit else {}
-        write_result(
-            out, "compress", device, {"settings": settings, "results": [f.as_json() for f in figures]}
-        )
-
-
-def measure(shapes: LlamaShapes, method: Method, fit: bool, parent: Path | None) -> CompressFigure:
-    """Write a pair, compress it in a fresh process, and remove it."""
+def measure(shapes: LlamaShapes, method: Method, fit: bool, parent: Path | None) -> dict[str, Any]:
+    """Write a pair, compress it in a fresh process, and remove it; return the row of its figures."""
     numels = [math.prod(shape) for _, shape in shapes.tensors()]
     with tempfile.TemporaryDirectory(dir=parent) as name:
         write_pair(Path(name), shapes)
         command = [sys.executable, "-m", "bench.compress", "--method", method, "--pair", name]
         command += ["--fit"] if fit else []
         figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return CompressFigure(sum(numels), WEIGHT_BYTES * max(numels), **figures)
+    largest = WEIGHT_BYTES * max(numels)
+    more = {"growth_over_largest_tensor": round(figures["peak_growth_bytes"] / largest, 3)}
+    return {"weights": sum(numels), "largest_tensor_bytes": largest, **figures, **more}
 
 
 def write_pair(directory: Path, shapes: LlamaShapes) -> None:
@@ -171,37 +124,40 @@ def compress_here(directory: Path, method: Method, fit: bool) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     growth = memory_of(os.getpid())["VmHWM"] - before
     return {
-        "seconds": seconds,
-        "growth_bytes": growth,
+        "seconds": round(seconds, 2),
+        "peak_growth_bytes": growth,
         "artifact_bytes": result.artifact_bytes,
         "bound_bytes": needs.peak("host"),
     }
 
 
-def _row(figure: CompressFigure) -> tuple[str, ...]:
-    return (
-        f"{figure.num_weights / 1e6:.0f}M",
-        f"{figure.largest_bytes / 1e6:.1f}",
-        f"{figure.seconds:.1f}",
-        f"{figure.growth_bytes / 1e6:.1f}",
-        f"{figure.bound_bytes / 1e6:.1f}",
-        f"{figure.ratio:.2f}",
-        f"{figure.artifact_bytes / 1e6:.1f}",
-    )
+def report(args: Namespace) -> Report | None:
+    if args.pair:
+        print(json.dumps(compress_here(args.pair, args.method, args.fit)))
+        return None
+    sizes = SMALL if args.small else FITTED_SIZES if args.fit else SIZES
+    results = [measure(shapes, args.method, args.fit, args.directory) for shapes in sizes]
+    settings = {"method": args.method, "dtype": "bfloat16", "page_cache": "warm"}
+    settings |= {"fitted_samples": FITTED_SAMPLES} if args.fit else {}
+    how = f"fitted to {FITTED_SAMPLES} sequences" if args.fit else "weights alone"
+    conditions = f"--method {args.method}, {how}, page cache warm"
+    return Report(settings, results, [table_of(COLUMNS, results)], conditions=conditions)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.compress", description=__doc__)
-    parser.add_argument(
-        "--small", action="store_true", help="one pair of some megabytes; writes JSON only with --out"
-    )
-    parser.add_argument("--method", choices=("scalar", "per-axis", "both"), default="both")
-    parser.add_argument("--fit", action="store_true", help="fit to text; writes compress-fit.json")
-    parser.add_argument("--dir", type=Path, help="where the pairs are made; the largest takes 4.5 GB")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/compress.json by default")
-    parser.add_argument("--pair", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
-
+OPTIONS = (
+    option("--method", "both", choices=("scalar", "per-axis", "both")),
+    option("--fit", False, "fit to text; writes compress-fit.json"),
+    option("--pair", None, SUPPRESS, type=Path),
+)
+main = Bench(
+    "compress",
+    __doc__,
+    report,
+    OPTIONS,
+    small="one pair of some megabytes",
+    folder="for the pairs, of at most 4.5 GB",
+    file=lambda args: "compress-fit.json" if args.fit else "compress.json",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

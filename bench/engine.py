@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from bench.streams import StreamTimes
+from bench.client import StreamTimes
 from bench.synthetic import LlamaShapes, write_delta
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
@@ -334,11 +334,7 @@ def write_base(
 
 
 def publish_variants(
-    registry: Registry,
-    base: Path,
-    shapes: LlamaShapes,
-    count: int,
-    files: Mapping[str, bytes] | None = None,
+    registry: Registry, base: Path, shapes: LlamaShapes, count: int, files: Mapping[str, bytes] | None = None
 ) -> list[VersionRecord]:
     """Publish `count` variants of a base, `v1` and so on, with random signs and the same `files`."""
     records, identity = [], Base.of(Checkpoint.open(base))

@@ -7,11 +7,11 @@ larger than any cache.
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable, Sequence
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,31 +19,40 @@ import torch
 from torch import Tensor, nn
 
 from bench.engine import SHAPES, SMALL
-from bench.report import RESULTS, describe, write_result
-from deltastore.console import table
+from bench.harness import Bench, Report, fixed, in_turns, ms, option, seconds, table_of, text
 from server import kernels
 from server.kernels.reference import row_of
 from server.model.loader import pack, packable
 
 # Number of groups, and rows of each.
 GROUPS = (
-    (1, 1),
-    (1, 2),
-    (1, 4),
-    (1, 16),
-    (2, 1),
-    (4, 1),
-    (8, 1),
-    (2, 8),
-    (4, 4),
-    (8, 2),
-    (16, 1),
-    (1, 64),
-    (1, 256),
+    *(
+        (1, 1),
+        (1, 2),
+        (1, 4),
+        (1, 16),
+        (2, 1),
+        (4, 1),
+        (8, 1),
+        (2, 8),
+        (4, 4),
+        (8, 2),
+        (16, 1),
+        (1, 64),
+        (1, 256),
+    ),
 )
 COPY_BYTES = 256 * 2**20
 BLOCKS_BYTES = 96 * 2**20  # of the base's weights at least: more than a cache holds
 DEFAULT_SHAPES = {"cpu": "158m", "cuda": "8b"}
+COLUMNS = {
+    "part": text("part"),
+    "variants x rows": lambda row: f"{row['groups']} x {row['rows_of_each']}",
+    "base, ms": ms("base_s", 3),
+    "with one-bit products, ms": ms("both_s", 3),
+    "added / base": fixed("added_over_base", 2),
+    "signs read / copy": fixed("sign_bytes_over_copy", 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,99 +89,26 @@ class MatrixSet:
     num_blocks: int
 
 
-@dataclass(frozen=True, slots=True)
-class KernelFigure:
-    """Medians over turns, of one block or of the output head."""
-
-    part: str
-    groups: int
-    rows: int  # of each group
-    base_s: float  # the base's products alone
-    both_s: float  # with the one-bit products
-    num_weights: int
-    copy_bytes_s: float
-
-    @property
-    def added(self) -> float:
-        """Time that one-bit products add, over that of the base's products."""
-        return self.both_s / self.base_s - 1
-
-    @property
-    def memory(self) -> float:
-        """Bytes of signs per second in one-bit products, over the bytes per second of a copy."""
-        return self.groups * self.num_weights / 8 / max(self.both_s - self.base_s, 1e-9) / self.copy_bytes_s
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "part": self.part,
-            "groups": self.groups,
-            "rows_of_each": self.rows,
-            "base_s": round(self.base_s, 7),
-            "both_s": round(self.both_s, 7),
-            "added_over_base": round(self.added, 3),
-            "sign_bytes_over_copy": round(self.memory, 3),
-        }
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("not measured: there is no CUDA device")
-        return
-    name = args.shapes or DEFAULT_SHAPES[device.type]
-    shapes = SMALL if args.small else SHAPES[name]
-    block, head = shapes.linear_layers, ((shapes.vocabulary, shapes.hidden),)
-    kernels.prepare(device, {*block, *head}, torch.bfloat16)
-    copy_bytes_s = copied(COPY_BYTES // (256 if args.small else 1), args.repeats, device)
-    num_blocks = args.blocks or max(2, BLOCKS_BYTES // sum(2 * out * width for out, width in block))
-    figures = []
-    for part in (MatrixSet("block", block * num_blocks, num_blocks), MatrixSet("output head", head, 1)):
-        figures += measure_part(part, args.repeats, copy_bytes_s, device)
-    print(
-        f"{describe(device)}; one block of {len(block)} linear layers and the output head of {head[0]}, bfloat16; "
-        f"medians of {args.repeats} turns"
-    )
-    print(f"a copy reads and writes {copy_bytes_s / 1e9:.1f} GB/s\n")
-    heads = (
-        "part",
-        "variants x rows",
-        "base, ms",
-        "with one-bit products, ms",
-        "added / base",
-        "signs read / copy",
-    )
-    print(table(heads, [_row(figure) for figure in figures]))
-    if out := args.out or (None if args.small else RESULTS / file_name(device.type, name)):
-        settings = {"repeats": args.repeats, "blocks": num_blocks, "dtype": "bfloat16"}
-        settings |= {"block": block, "output_head": head[0]}
-        settings |= {"num_threads": torch.get_num_threads(), "copy_bytes_s": round(copy_bytes_s)}
-        write_result(
-            out, "kernels", device, {"settings": settings, "results": [f.as_json() for f in figures]}
-        )
-
-
-def file_name(device: str, shapes: str) -> str:
-    """Return the name of the result's file; the device's default shapes are not part of it."""
-    kind = "" if device == "cpu" else f"-{device}"
-    return f"kernels{kind}.json" if shapes == DEFAULT_SHAPES[device] else f"kernels{kind}-{shapes}.json"
-
-
 def measure_part(
-    part: MatrixSet,
-    repeats: int,
-    copy_bytes_s: float,
-    device: torch.device,
-) -> list[KernelFigure]:
-    """Measure every composition, on layers that are freed afterwards."""
+    part: MatrixSet, repeats: int, copy_bytes_s: float, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for every composition, on layers that are freed afterwards; times are of one block or the head."""
     most, count = max(groups for groups, _ in GROUPS), part.num_blocks
     layers = [CodedLayer.drawn(shape, most, device) for shape in part.shapes]
     num_weights = sum(layer.base.weight.numel() for layer in layers) // count
-    figures = []
     for groups, rows in GROUPS:
-        base_s, both_s = (seconds / count for seconds in measure(layers, repeats, (groups, rows)))
-        figures.append(KernelFigure(part.name, groups, rows, base_s, both_s, num_weights, copy_bytes_s))
-    return figures
+        base_s, both_s = (median_s / count for median_s in measure(layers, repeats, (groups, rows)))
+        # Of the one-bit products alone.
+        sign_bytes_s = groups * num_weights / 8 / max(both_s - base_s, 1e-9)
+        yield {
+            "part": part.name,
+            "groups": groups,
+            "rows_of_each": rows,
+            "base_s": round(base_s, 7),
+            "both_s": round(both_s, 7),
+            "added_over_base": round(both_s / base_s - 1, 3),
+            "sign_bytes_over_copy": round(sign_bytes_s / copy_bytes_s, 3),
+        }
 
 
 @torch.inference_mode()
@@ -197,8 +133,7 @@ def measure(layers: Sequence[CodedLayer], repeats: int, each: tuple[int, int]) -
             kernels.add_planes(layer.base(inputs), inputs, own, order, ranges, [width])
 
     both()
-    turns = [(seconds(base, device), seconds(both, device)) for _ in range(repeats)]
-    base_s, both_s = (median(times) for times in zip(*turns, strict=True))
+    base_s, both_s = map(median, in_turns({"base": base, "both": both}, repeats, device).values())
     return base_s, both_s
 
 
@@ -206,42 +141,56 @@ def copied(num_bytes: int, repeats: int, device: torch.device) -> float:
     """Measure the bytes per second that a copy reads and writes."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    times = [seconds(lambda: target.copy_(source), device) for _ in range(repeats)]
+    times = [seconds(partial(target.copy_, source), device) for _ in range(repeats)]
     return 2 * num_bytes / median(times)
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Time `work` until the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def _row(figure: KernelFigure) -> tuple[str, ...]:
-    return (
-        figure.part,
-        f"{figure.groups} x {figure.rows}",
-        f"{1e3 * figure.base_s:.3f}",
-        f"{1e3 * figure.both_s:.3f}",
-        f"{figure.added:.2f}",
-        f"{figure.memory:.2f}",
+def report(args: Namespace) -> Report | None:
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("not measured: there is no CUDA device")
+        return None
+    shapes = SMALL if args.small else SHAPES[_shapes(args)]
+    block, head = shapes.linear_layers, ((shapes.vocabulary, shapes.hidden),)
+    kernels.prepare(device, {*block, *head}, torch.bfloat16)
+    copy_bytes_s = copied(COPY_BYTES // (256 if args.small else 1), args.repeats, device)
+    num_blocks = args.blocks or max(2, BLOCKS_BYTES // sum(2 * out * width for out, width in block))
+    parts = (MatrixSet("block", block * num_blocks, num_blocks), MatrixSet("output head", head, 1))
+    results = [row for part in parts for row in measure_part(part, args.repeats, copy_bytes_s, device)]
+    settings = {
+        "repeats": args.repeats,
+        "blocks": num_blocks,
+        "dtype": "bfloat16",
+        "block": block,
+        "output_head": head[0],
+        "num_threads": torch.get_num_threads(),
+        "copy_bytes_s": round(copy_bytes_s),
+    }
+    conditions = (
+        f"one block of {len(block)} linear layers and the output head of {head[0]}, bfloat16; medians of "
+        f"{args.repeats} turns; a copy reads and writes {copy_bytes_s / 1e9:.1f} GB/s"
     )
+    return Report(settings, results, [table_of(COLUMNS, results)], conditions=conditions, device=device)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--small", action="store_true", help="tiny matrices; writes JSON only with --out")
-    parser.add_argument("--shapes", choices=SHAPES, help="whose sizes; 158m by default, 8b on CUDA")
-    parser.add_argument("--blocks", type=int, help="of the model; by default, as many as no cache holds")
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--out", type=Path, help="the JSON file; under bench/results/ by default")
-    return parser.parse_args(argv)
+def _shapes(args: Namespace) -> str:
+    return str(args.shapes or DEFAULT_SHAPES[args.device])
 
+
+def _file(args: Namespace) -> str:
+    """Name the document; the device's default shapes are not part of it."""
+    kind = "" if args.device == "cpu" else f"-{args.device}"
+    shapes = "" if _shapes(args) == DEFAULT_SHAPES[args.device] else f"-{_shapes(args)}"
+    return f"kernels{kind}{shapes}.json"
+
+
+OPTIONS = (
+    option("--device", "cpu", choices=("cpu", "cuda")),
+    option("--shapes", None, "whose sizes; 158m by default, 8b on CUDA", choices=SHAPES),
+    option("--blocks", None, "of the model; by default, as many as no cache holds", type=int),
+    option("--repeats", 21),
+)
+main = Bench("kernels", __doc__, report, OPTIONS, small="tiny matrices", file=_file)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,12 +7,11 @@ the way, the checkpoint's are not. A third load is that of a delta in host memor
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import os
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,9 +21,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bench.report import RESULTS, describe, write_result
+from bench.harness import (
+    DEVICE,
+    THREADS,
+    Bench,
+    Report,
+    fixed,
+    mb,
+    ms,
+    option,
+    rounded,
+    seconds,
+    table_of,
+    text,
+)
 from bench.synthetic import LlamaShapes, write_checkpoint, write_delta
-from deltastore.console import table
 from deltastore.loader import Loader
 from deltastore.verified_object import ObjectSource
 from peraxis.demo.page_cache import drop
@@ -35,6 +46,17 @@ WARM, DROPPED, NOT_DROPPED, NO_FILE = "warm", "dropped", "not dropped", "no file
 DELTA, HOST, CHECKPOINT = "delta", "delta in host memory", "full FP16 checkpoint"
 
 Stages = Mapping[str, float]  # seconds by stage, in order; "total" is the last
+COLUMNS = {
+    "load": text("subject"),
+    "page cache": text("page_cache"),
+    "MB": mb("bytes"),
+    "stages, ms": lambda row: ", ".join(
+        f"{name} {1e3 * value:.1f}" for name, value in row["seconds"].items() if name != "total"
+    ),
+    "total, ms": lambda row: f"{1e3 * row['seconds']['total']:.1f}",
+    "plain copy, ms": ms("plain_copy_s"),
+    "ratio": fixed("ratio_to_plain_copy", 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,56 +67,6 @@ class LoadSubject:
     paths: Sequence[Path]
     num_bytes: int
     load: Callable[[], Stages]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadFigure:
-    """Medians of one subject in one state of the page cache."""
-
-    subject: str
-    cache: str
-    num_bytes: int
-    seconds: Stages
-    plain_copy_s: float  # one copy of as many bytes, already in host memory, to memory that was never touched
-
-    @property
-    def ratio(self) -> float:
-        return self.seconds["total"] / self.plain_copy_s
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "subject": self.subject,
-            "page_cache": self.cache,
-            "bytes": self.num_bytes,
-            "seconds": {stage: round(value, 6) for stage, value in self.seconds.items()},
-            "plain_copy_s": round(self.plain_copy_s, 6),
-            "ratio_to_plain_copy": round(self.ratio, 3),
-        }
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    device = torch.device(args.device)
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        directory = Path(name)
-        shapes = SMALL if args.small else FULL
-        shards, source = (
-            write_checkpoint(directory, shapes),
-            write_delta(directory / "delta.safetensors", shapes),
-        )
-        loader = Loader(device, args.threads)
-        try:
-            subjects = [*delta_subjects(source, loader, device), checkpoint_subject(shards, device)]
-            figures = measure(subjects, args.repeats, device)
-        finally:
-            loader.close()
-    _print(figures, args, device)
-    if out := args.out or (None if args.small else RESULTS / "load.json"):
-        settings = {"repeats": args.repeats, "threads": args.threads, "statistic": "median"}
-        results = [figure.as_json() for figure in figures]
-        write_result(
-            out, "load", device, {"settings": settings, "results": results, "faster": faster(figures)}
-        )
 
 
 def delta_subjects(source: ObjectSource, loader: Loader, device: torch.device) -> list[LoadSubject]:
@@ -140,13 +112,14 @@ def checkpoint_subject(shards: Sequence[Path], device: torch.device) -> LoadSubj
     return LoadSubject(CHECKPOINT, shards, num_bytes, load)
 
 
-def measure(subjects: Sequence[LoadSubject], repeats: int, device: torch.device) -> list[LoadFigure]:
+def measure(subjects: Sequence[LoadSubject], repeats: int, device: torch.device) -> list[dict[str, Any]]:
     """Load each subject `repeats` times, page cache warm and dropped, in turns; return the medians.
 
-    A subject that reads no file is measured once, beside the others' warm loads.
+    A subject that reads no file is measured once, beside the others' warm loads. A plain copy is of as many bytes,
+    already in host memory, to memory that was never touched.
     """
     copies = {subject.name: plain_copy_s(subject.num_bytes, repeats, device) for subject in subjects}
-    figures = []
+    results: list[dict[str, Any]] = []
     for wish in (WARM, DROPPED):
         measured = [subject for subject in subjects if subject.paths or wish == WARM]
         runs: dict[str, list[Stages]] = {subject.name: [] for subject in measured}
@@ -160,11 +133,21 @@ def measure(subjects: Sequence[LoadSubject], repeats: int, device: torch.device)
                 if wish == DROPPED and not drop(subject.paths):
                     reached[subject.name] = NOT_DROPPED
                 runs[subject.name].append(subject.load())
-        figures += [
-            LoadFigure(s.name, reached[s.name], s.num_bytes, _medians(runs[s.name]), copies[s.name])
-            for s in measured
-        ]
-    return figures
+        for subject in measured:
+            medians = {
+                stage: median(run[stage] for run in runs[subject.name]) for stage in runs[subject.name][0]
+            }
+            results.append(
+                {
+                    "subject": subject.name,
+                    "page_cache": reached[subject.name],
+                    "bytes": subject.num_bytes,
+                    "seconds": rounded(medians),
+                    "plain_copy_s": round(copies[subject.name], 6),
+                    "ratio_to_plain_copy": round(medians["total"] / copies[subject.name], 3),
+                }
+            )
+    return results
 
 
 def plain_copy_s(num_bytes: int, repeats: int, device: torch.device) -> float:
@@ -175,25 +158,24 @@ def plain_copy_s(num_bytes: int, repeats: int, device: torch.device) -> float:
     def copy() -> float:
         _give_back_free_memory()
         target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        start = time.perf_counter()
-        target.copy_(host, non_blocking=is_cuda)
-        if is_cuda:
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
+        return seconds(lambda: target.copy_(host, non_blocking=is_cuda), device)
 
     return median(copy() for _ in range(repeats + 1))
 
 
-def faster(figures: Sequence[LoadFigure]) -> dict[str, float]:
+def faster(results: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the checkpoint's time over the delta's, by state of the page cache.
 
     A delta in host memory is compared with the checkpoint in a warm page cache.
     """
-    deltas, hosts, full = ([f for f in figures if f.subject == name] for name in (DELTA, HOST, CHECKPOINT))
-    pairs = [*zip(deltas, full, strict=True), (hosts[0], full[0])]
+    deltas, hosts, full = (
+        [row for row in results if row["subject"] == name] for name in (DELTA, HOST, CHECKPOINT)
+    )
     return {
-        f"{delta.subject}, {delta.cache}": round(other.seconds["total"] / delta.seconds["total"], 2)
-        for delta, other in pairs
+        f"{delta['subject']}, {delta['page_cache']}": round(
+            other["seconds"]["total"] / delta["seconds"]["total"], 2
+        )
+        for delta, other in [*zip(deltas, full, strict=True), (hosts[0], full[0])]
     }
 
 
@@ -202,46 +184,35 @@ def _give_back_free_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _medians(runs: Sequence[Stages]) -> Stages:
-    return {stage: median(run[stage] for run in runs) for stage in runs[0]}
-
-
-def _print(figures: Sequence[LoadFigure], args: argparse.Namespace, device: torch.device) -> None:
-    print(f"{describe(device)}; median of {args.repeats}, {args.threads} threads\n")
-    head = ("load", "page cache", "MB", "stages, ms", "total, ms", "plain copy, ms", "ratio")
-    print(table(head, list(_rows(figures))))
-    times = "; ".join(f"{value:.1f} times ({which})" for which, value in faster(figures).items())
-    print(f"\nA delta's load is faster than its checkpoint's: {times}.")
-
-
-def _rows(figures: Sequence[LoadFigure]) -> Iterator[tuple[str, ...]]:
-    for figure in figures:
-        stages = [f"{name} {1e3 * value:.1f}" for name, value in figure.seconds.items() if name != "total"]
-        yield (
-            figure.subject,
-            figure.cache,
-            f"{figure.num_bytes / 1e6:.1f}",
-            ", ".join(stages),
-            f"{1e3 * figure.seconds['total']:.1f}",
-            f"{1e3 * figure.plain_copy_s:.1f}",
-            f"{figure.ratio:.2f}",
-        )
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.load", description=__doc__)
-    parser.add_argument(
-        "--small", action="store_true", help="a pair of some megabytes; writes JSON only with --out"
+def report(args: Namespace) -> Report:
+    device, shapes = torch.device(args.device), SMALL if args.small else FULL
+    shards = write_checkpoint(args.directory, shapes)
+    source = write_delta(args.directory / "delta.safetensors", shapes)
+    loader = Loader(device, args.threads)
+    try:
+        subjects = [*delta_subjects(source, loader, device), checkpoint_subject(shards, device)]
+        loads = measure(subjects, args.repeats, device)
+    finally:
+        loader.close()
+    times = "; ".join(f"{value:.1f} times ({which})" for which, value in faster(loads).items())
+    return Report(
+        {"repeats": args.repeats, "threads": args.threads, "statistic": "median"},
+        {"loads": loads, "faster": faster(loads)},
+        [table_of(COLUMNS, loads), f"A delta's load is faster than its checkpoint's: {times}."],
+        conditions=f"median of {args.repeats}, {args.threads} threads",
+        device=device,
     )
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=min(16, len(os.sched_getaffinity(0))))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--dir", type=Path, help="where the files are made; a disk, not a file system in memory"
-    )
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/load.json by default")
-    return parser.parse_args(argv)
 
+
+OPTIONS = [option("--repeats", 10), THREADS, DEVICE]
+main = Bench(
+    "load",
+    __doc__,
+    report,
+    OPTIONS,
+    small="a pair of some megabytes",
+    folder="for the files: a disk, not memory",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

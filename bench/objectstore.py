@@ -8,12 +8,11 @@ rate at which that server sends the object to a client that drops it. No model r
 
 from __future__ import annotations
 
-import argparse
-import os
 import shutil
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,9 +25,8 @@ import obstore
 import torch
 from obstore.store import S3Store
 
-from bench.report import RESULTS, describe, write_result
+from bench.harness import DEVICE, THREADS, Bench, Report, fixed, mb, ms, option, table_of, text
 from bench.synthetic import LlamaShapes, write_delta
-from deltastore.console import table
 from deltastore.loader import Loader
 from deltastore.registry.bucket.objects import NUM_THREADS, RANGE_BYTES, fetch_object
 from deltastore.registry.object_cache import ObjectCache
@@ -50,6 +48,14 @@ FIRST, SECOND, SECOND_DROPPED = (
     "bucket, second time",
     "bucket, second time, page cache dropped",
 )
+COLUMNS = {
+    "load": text("load"),
+    "MB": mb("bytes"),
+    "ms": ms("seconds"),
+    "MB/s": mb("bytes_per_second", 0),
+    "to disk, dropped": fixed("ratio_to_disk", 2),
+    "to the server alone": fixed("ratio_to_server", 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,33 +69,6 @@ class StoredDelta:
     device: torch.device
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    device = torch.device(args.device)
-    with tempfile.TemporaryDirectory(dir=args.dir) as name, running_s3_server() as server:
-        directory = Path(name)
-        source = write_delta(directory / "delta.safetensors", SMALL if args.small else FULL)
-        store = server.make_bucket().store()
-        obstore.put(store, KEY, source.path)
-        loader = Loader(device, args.threads)
-        try:
-            results = measure(StoredDelta(directory, source, store, loader, device), args.repeats)
-        finally:
-            loader.close()
-    _print(results, args, device)
-    if out := args.out or (None if args.small else RESULTS / "objectstore.json"):
-        settings = {
-            "repeats": args.repeats,
-            "threads": args.threads,
-            "statistic": "median",
-            "ranges_at_once": NUM_THREADS,
-            "range_bytes": RANGE_BYTES,
-            "server": f"moto {version('moto')} in a process of this machine",
-            "client": f"obstore {version('obstore')}",
-        }
-        write_result(out, "objectstore", device, {"settings": settings, "results": results})
-
-
 def measure(delta: StoredDelta, repeats: int) -> list[dict[str, Any]]:
     """Run each case in turns, `repeats` times after one time that does not count; return the medians."""
     cases: dict[str, Callable[[], float]] = {
@@ -101,10 +80,10 @@ def measure(delta: StoredDelta, repeats: int) -> list[dict[str, Any]]:
         SECOND_DROPPED: partial(_from_bucket, delta, is_new=False, is_dropped=True),
     }
     runs: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(repeats + 1):
+    for turn in range(repeats + 1):
         for name, run in cases.items():
             seconds = run()
-            if number:
+            if turn:
                 runs[name].append(seconds)
     medians = {name: median(times) for name, times in runs.items()}
     size = delta.source.size_bytes
@@ -165,36 +144,39 @@ def _load(delta: StoredDelta, path: Callable[[], Path]) -> float:
     return time.perf_counter() - start
 
 
-def _print(results: Sequence[dict[str, Any]], args: argparse.Namespace, device: torch.device) -> None:
-    print(f"{describe(device)}; median of {args.repeats}, {args.threads} threads\n")
-    rows = [
-        (
-            result["load"],
-            f"{result['bytes'] / 1e6:.1f}",
-            f"{1e3 * result['seconds']:.1f}",
-            f"{result['bytes_per_second'] / 1e6:.0f}",
-            f"{result['ratio_to_disk']:.2f}",
-            f"{result['ratio_to_server']:.2f}",
-        )
-        for result in results
-    ]
-    print(table(("load", "MB", "ms", "MB/s", "to disk, dropped", "to the server alone"), rows))
+def report(args: Namespace) -> Report:
+    device, directory = torch.device(args.device), args.directory
+    with running_s3_server() as server:
+        source = write_delta(directory / "delta.safetensors", SMALL if args.small else FULL)
+        store = server.make_bucket().store()
+        obstore.put(store, KEY, source.path)
+        loader = Loader(device, args.threads)
+        try:
+            results = measure(StoredDelta(directory, source, store, loader, device), args.repeats)
+        finally:
+            loader.close()
+    settings = {
+        "repeats": args.repeats,
+        "threads": args.threads,
+        "statistic": "median",
+        "ranges_at_once": NUM_THREADS,
+        "range_bytes": RANGE_BYTES,
+        "server": f"moto {version('moto')} in a process of this machine",
+        "client": f"obstore {version('obstore')}",
+    }
+    conditions = f"median of {args.repeats}, {args.threads} threads"
+    return Report(settings, results, [table_of(COLUMNS, results)], conditions=conditions, device=device)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.objectstore", description=__doc__)
-    parser.add_argument(
-        "--small", action="store_true", help="a delta of some megabytes; writes JSON only with --out"
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=min(16, len(os.sched_getaffinity(0))))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--dir", type=Path, help="where the files are made; a disk, not a file system in memory"
-    )
-    parser.add_argument("--out", type=Path, help="JSON file; default bench/results/objectstore.json")
-    return parser.parse_args(argv)
-
+OPTIONS = [option("--repeats", 3), THREADS, DEVICE]
+main = Bench(
+    "objectstore",
+    __doc__,
+    report,
+    OPTIONS,
+    small="a delta of some megabytes",
+    folder="for the files: a disk, not memory",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,11 +6,10 @@ transformers' warpers with torch's draw compute the same rows one by one, as `ge
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,8 +25,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from bench.report import RESULTS, describe, write_result
-from deltastore.console import table
+from bench.harness import CPU, Bench, Report, in_turns, ms, option, table_of, text
 from server import kernels
 from server.engine.sampler import NO_TOKENS, PromptHistory, Sampler, sample
 from server.protocol.request import SamplingParams
@@ -59,83 +57,48 @@ PROMPT_TOKENS = 1000
 WARPED_ROWS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingFigure:
-    """Medians over turns, of all rows."""
-
-    vocabulary: int
-    distribution: str
-    case: str
-    greedy_s: float
-    sampled_s: float
-    warped_s: float
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "vocabulary": self.vocabulary,
-            "distribution": self.distribution,
-            "case": self.case,
-            "greedy_s": round(self.greedy_s, 6),
-            "sampled_s": round(self.sampled_s, 6),
-            "beyond_greedy_s": round(self.sampled_s - self.greedy_s, 6),
-            "row_by_row_s": round(self.warped_s, 6),
-        }
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    device = torch.device("cpu")
-    kernels.prepare(device)
-    vocabularies = (1000,) if args.small else VOCABULARIES
-    figures = [
-        figure
-        for vocabulary in vocabularies
-        for name, temperature in DISTRIBUTIONS.items()
-        for figure in measure(vocabulary, (name, temperature), args.rows, args.repeats)
-    ]
-    print(f"{describe(device)}; {args.rows} rows, medians of {args.repeats} turns\n")
-    heads = (
-        "vocabulary",
-        "logits",
-        "case",
-        "greedy, ms",
-        "sampled, ms",
-        "beyond greedy, ms",
-        "row by row, ms",
-    )
-    print(table(heads, [_row(figure) for figure in figures]))
-    if out := args.out or (None if args.small else RESULTS / "sampling.json"):
-        settings = {"rows": args.rows, "repeats": args.repeats, "num_threads": torch.get_num_threads()}
-        write_result(
-            out, "sampling", device, {"settings": settings, "results": [f.as_json() for f in figures]}
-        )
+COLUMNS = {
+    "vocabulary": lambda row: f"{row['vocabulary']:,}",
+    "logits": text("distribution"),
+    "case": text("case"),
+    "greedy, ms": ms("greedy_s"),
+    "sampled, ms": ms("sampled_s"),
+    "beyond greedy, ms": ms("beyond_greedy_s"),
+    "row by row, ms": ms("row_by_row_s", 0),
+}
 
 
 @torch.inference_mode()
 def measure(
     vocabulary: int, distribution: tuple[str, float], num_rows: int, repeats: int
-) -> list[SamplingFigure]:
-    """Measure every case at one size."""
+) -> list[dict[str, Any]]:
+    """Measure every case at one size; medians over turns, of all rows."""
     name, temperature = distribution
     logits = 3 * torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(0))
     greedy = _samplers(num_rows, vocabulary, {"temperature": 0.0})
-    figures = []
+    results = []
     for case, params in CASES.items():
         samplers = _samplers(num_rows, vocabulary, {"temperature": temperature, **params})
         warpers = _warpers({"temperature": temperature, **params})
         sample(logits, samplers)
-        turns = [
-            (
-                _seconds(lambda: sample(logits, greedy)),
-                _seconds(lambda own=samplers: sample(logits, own)),  # type: ignore[misc]
-                _seconds(lambda own=warpers: _row_by_row(logits[:WARPED_ROWS], own)),  # type: ignore[misc]
-            )
-            for _ in range(repeats)
-        ]
-        greedy_s, sampled_s, warped_s = (median(times) for times in zip(*turns, strict=True))
-        warped_s *= num_rows / WARPED_ROWS
-        figures.append(SamplingFigure(vocabulary, name, case, greedy_s, sampled_s, warped_s))
-    return figures
+        works: dict[str, Callable[[], object]] = {
+            "greedy": partial(sample, logits, greedy),
+            "sampled": partial(sample, logits, samplers),
+            "warped": partial(_row_by_row, logits[:WARPED_ROWS], warpers),
+        }
+        greedy_s, sampled_s, warped_s = map(median, in_turns(works, repeats).values())
+        results.append(
+            {
+                "vocabulary": vocabulary,
+                "distribution": name,
+                "case": case,
+                "greedy_s": round(greedy_s, 6),
+                "sampled_s": round(sampled_s, 6),
+                "beyond_greedy_s": round(sampled_s - greedy_s, 6),
+                "row_by_row_s": round(warped_s * num_rows / WARPED_ROWS, 6),
+            }
+        )
+    return results
 
 
 def _samplers(num_rows: int, vocabulary: int, params: dict[str, Any]) -> list[tuple[Sampler, int]]:
@@ -165,32 +128,22 @@ def _row_by_row(logits: Tensor, warpers: LogitsProcessorList) -> None:
         torch.multinomial(scores.softmax(-1), 1)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+def report(args: Namespace) -> Report:
+    kernels.prepare(CPU)
+    results = [
+        row
+        for vocabulary in ((1000,) if args.small else VOCABULARIES)
+        for distribution in DISTRIBUTIONS.items()
+        for row in measure(vocabulary, distribution, args.rows, args.repeats)
+    ]
+    settings = {"rows": args.rows, "repeats": args.repeats, "num_threads": torch.get_num_threads()}
+    conditions = f"{args.rows} rows, medians of {args.repeats} turns"
+    return Report(settings, results, [table_of(COLUMNS, results)], conditions=conditions)
 
 
-def _row(figure: SamplingFigure) -> tuple[str, ...]:
-    return (
-        f"{figure.vocabulary:,}",
-        figure.distribution,
-        figure.case,
-        f"{1e3 * figure.greedy_s:.1f}",
-        f"{1e3 * figure.sampled_s:.1f}",
-        f"{1e3 * (figure.sampled_s - figure.greedy_s):.1f}",
-        f"{1e3 * figure.warped_s:.0f}",
-    )
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.sampling", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a tiny vocabulary; writes JSON only with --out")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--out", type=Path, help="the JSON file; under bench/results/ by default")
-    return parser.parse_args(argv)
-
+main = Bench(
+    "sampling", __doc__, report, [option("--rows", 64), option("--repeats", 11)], small="a tiny vocabulary"
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

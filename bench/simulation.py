@@ -11,23 +11,20 @@ that was used least recently, and that no request uses, is evicted; if all are i
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import random
 import sys
+from abc import ABC, abstractmethod
+from argparse import Namespace
 from bisect import bisect
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, count, cycle
-from pathlib import Path
 from statistics import mean, median, quantiles
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
-
-from bench.report import RESULTS, write_result
-from deltastore.console import table
+from bench.harness import Bench, Columns, Report, fixed, percent, say, table_of, text
 from server.scale.routing import Costs, ReplicaReport, VariantRouter
 
 Found = Literal["slot", "loading", "host", "disk"]
@@ -166,34 +163,31 @@ class Replica:
         self._advance()
 
 
-class Policy(Protocol):
-    """Chooses replicas. `observe` is called at every report."""
+class Policy(ABC):
+    """Chooses replicas. `observe` is called at every report, and `ended` at the end of each request."""
 
-    def observe(self, replicas: Sequence[Replica]) -> None: ...
-
+    @abstractmethod
     def choose(self, variant: str) -> Replica: ...
 
-    def ended(self, replica: Replica) -> None: ...
+    def observe(self, replicas: Sequence[Replica]) -> None:  # noqa: B027
+        pass
+
+    def ended(self, replica: Replica) -> None:  # noqa: B027
+        pass
 
 
-class Random:
+class Random(Policy):
     """Every replica is as likely as any other."""
 
     def __init__(self, replicas: Sequence[Replica], generator: random.Random) -> None:
         self._replicas = replicas
         self._generator = generator
 
-    def observe(self, replicas: Sequence[Replica]) -> None:
-        pass
-
     def choose(self, variant: str) -> Replica:
         return self._generator.choice(self._replicas)
 
-    def ended(self, replica: Replica) -> None:
-        pass
 
-
-class BoundedHashing:
+class BoundedHashing(Policy):
     """Consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, 2016), by rendezvous hashing.
 
     A variant has an order of replicas. Its requests go to the first whose open requests are at most `bound` times the
@@ -205,9 +199,6 @@ class BoundedHashing:
         self._bound = bound
         self._orders: dict[str, list[Replica]] = {}
 
-    def observe(self, replicas: Sequence[Replica]) -> None:
-        pass
-
     def choose(self, variant: str) -> Replica:
         if variant not in self._orders:
             # A generator seeded by the variant is a hash of variant and replica.
@@ -216,11 +207,8 @@ class BoundedHashing:
         order = self._orders[variant]
         return next((one for one in order if one.num_open < most), order[0])
 
-    def ended(self, replica: Replica) -> None:
-        pass
 
-
-class Routers:
+class Routers(Policy):
     """Several of the server's routers; each sees a part of the requests, and the reports of all replicas."""
 
     def __init__(self, replicas: Sequence[Replica], costs: Costs, num_routers: int) -> None:
@@ -279,6 +267,14 @@ POLICIES: dict[str, Callable[[Sequence[Replica], SimulationScope], Policy]] = {
     "consistent hashing": lambda replicas, scope: BoundedHashing(replicas, float("inf")),
     "bounded hashing, 1.25": lambda replicas, scope: BoundedHashing(replicas, 1.25),
 }
+COLUMNS: Columns = {
+    "": text("policy"),
+    **{place: percent(f"found_{place}") for place in PLACES},
+    "delay, median s": fixed("delay_median_s", 3),
+    "p99, s": fixed("delay_p99_s", 3),
+    "never started": text("not_started"),
+    "most open / mean": fixed("most_open_to_mean", 2),
+}
 
 
 def simulate(name: str, scope: SimulationScope) -> dict[str, Any]:
@@ -311,19 +307,6 @@ def simulate(name: str, scope: SimulationScope) -> dict[str, Any]:
     return _figures(requests, replicas)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    scope = SMALL_SCOPE if args.small else SimulationScope()
-    found = {}
-    for name in POLICIES:
-        found[name] = simulate(name, scope)
-        print(f"{name} is done", file=sys.stderr, flush=True)
-    device = torch.device("cpu")
-    print(f"{scope.requests_per_s:.0f} requests/s\n\n{_table(found)}")
-    if out := args.out or (None if args.small else RESULTS / "simulation.json"):
-        write_result(out, "simulation", device, {"settings": asdict(scope), "results": found})
-
-
 def _routers(replicas: Sequence[Replica], scope: SimulationScope) -> Policy:
     sizes = scope.replica
     costs = Costs(
@@ -349,28 +332,17 @@ def _figures(requests: Sequence[SimulatedRequest], replicas: Sequence[Replica]) 
     }
 
 
-def _table(found: dict[str, dict[str, Any]]) -> str:
-    heads = ("", *PLACES, "delay, median s", "p99, s", "never started", "most open / mean")
-    rows = [
-        (
-            name,
-            *(f"{100 * one[f'found_{place}']:.1f}%" for place in PLACES),
-            f"{one['delay_median_s']:.3f}",
-            f"{one['delay_p99_s']:.3f}",
-            str(one["not_started"]),
-            f"{one['most_open_to_mean']:.2f}",
-        )
-        for name, one in found.items()
-    ]
-    return table(heads, rows)
+def report(args: Namespace) -> Report:
+    scope, results = SMALL_SCOPE if args.small else SimulationScope(), {}
+    for name in POLICIES:
+        results[name] = simulate(name, scope)
+        say(f"{name} is done")
+    rows = [{"policy": name, **figures} for name, figures in results.items()]
+    conditions = f"{scope.requests_per_s:.0f} requests/s"
+    return Report(asdict(scope), results, [table_of(COLUMNS, rows)], conditions=conditions)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.simulation", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="four replicas; writes JSON only with --out")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/simulation.json by default")
-    return parser.parse_args(argv)
-
+main = Bench("simulation", __doc__, report, small="four replicas")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,7 @@ time, over the base and four variants. The same run measures the alternatives on
 weights swapped in, one variant after another; transformers' own batching of the base, static and continuous; and with
 `--vllm`, vLLM compiled without LoRA, vLLM with the base alone and with eight LoRA adapters, and this server with vLLM
 as its engine. All take turns, and each turn has prompts of its own, so that no prefix cache helps. Medians are
-reported.
+reported. A peer is a process: a configuration and then batches go in as JSON lines, and answers come out.
 
 At the shapes of larger models, so that the process stays below 14 GB: there are 8 variants, an 8B model has 3 of its 32
 layers, and one merged copy in memory stands for every variant's.
@@ -13,40 +13,26 @@ layers, and one merged copy in memory stands for every variant's.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
+import json
+import os
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import IO, Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from bench.engine import SHAPES, SMALL, BenchEngine, prompts, publish_variants, serving, write_base
-from bench.peers.contender import (
-    COMPILED,
-    CONTINUOUS,
-    NUM_ADAPTERS,
-    STATIC,
-    SWAPPED,
-    VLLM,
-    Contender,
-    Key,
-    Prompts,
-    check_length,
-    compiled_contenders,
-    fastest_vllm,
-    library_contenders,
-    running_library,
-    running_vllm,
-    vllm_contenders,
-    write_adapters,
-)
-from bench.report import RESULTS, describe, write_result
+from bench.harness import BEST_DEVICE, Bench, Goal, Report, at_least, option, say
 from bench.synthetic import LlamaShapes
 from deltastore.console import table
 from deltastore.registry import Registry
@@ -60,6 +46,209 @@ OURS, OURS_ON_VLLM = "Peraxis", "Peraxis with vLLM"
 VLLM_STEP = 4096
 # Tokens of each answer while all warm up: deltas are loaded, and kernels compiled.
 WARM_UP_TOKENS = 4
+
+
+Prompts = Sequence[Sequence[int]]  # token ids
+Key = tuple[str, int, int]  # name, requests at a time, variants
+
+
+@dataclass(slots=True)
+class Contender:
+    """One way to answer so many requests at a time, and its times."""
+
+    name: str
+    num_requests: int
+    num_variants: int  # 0 is the base alone
+    # Called with the prompts and the number of new tokens of each.
+    answer: Callable[[Prompts, int], object]
+    tokens_per_s: list[float] = field(default_factory=list)
+
+    @property
+    def key(self) -> Key:
+        return self.name, self.num_requests, self.num_variants
+
+    @property
+    def rate(self) -> float:
+        """Median tokens per second."""
+        return median(self.tokens_per_s)
+
+
+def check_length(found: int, expected: int) -> None:
+    """Check the number of tokens of an answer, whose time would not be comparable otherwise.
+
+    Raises:
+        RuntimeError: it is another one.
+    """
+    if found != expected:
+        raise RuntimeError(f"{expected} tokens were asked for, {found} were generated")
+
+
+END_S = 60
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProcess:
+    """A running process whose model is loaded."""
+
+    loaded: Mapping[str, Any]  # its first answer
+    _input: IO[str]
+    _output: IO[str]
+    _log: Path
+
+    def answer(self, prompts: Prompts, num_new: int, **how: Any) -> None:
+        """Let it generate `num_new` tokens for each prompt.
+
+        Raises:
+            RuntimeError: it ended, or generated another number of tokens.
+        """
+        batch = {"prompts": [list(one) for one in prompts], "num_new": num_new, **how}
+        print(json.dumps(batch), file=self._input, flush=True)
+        check_length(_read(self._output, self._log)["num_tokens"], len(prompts) * num_new)
+
+
+@contextmanager
+def running_peer(
+    command: Sequence[object],
+    config: Mapping[str, Any],
+    log: Path,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[PeerProcess]:
+    """Start a peer, wait until its model is loaded, and end it.
+
+    Raises:
+        RuntimeError: with the end of `log`, when it does not start.
+    """
+    pipe, words = subprocess.PIPE, [str(part) for part in command]
+    # Keeps the directory of a program off its import path: a file here has the name of a module of Python's own.
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", **(variables or {})}
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            words, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment
+        ) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            print(json.dumps(config), file=process.stdin, flush=True)
+            yield PeerProcess(_read(process.stdout, log), process.stdin, process.stdout, log)
+        finally:
+            _end(process, process.stdin)
+
+
+def _end(process: subprocess.Popen[str], its_input: IO[str]) -> None:
+    """Close the input, at whose end a peer ends; kill it if it does not."""
+    with contextlib.suppress(BrokenPipeError):
+        its_input.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _read(output: IO[str], log: Path) -> dict[str, Any]:
+    if line := output.readline():
+        return dict(json.loads(line))
+    raise RuntimeError(f"a peer ended: {log.read_text()[-4000:]}")
+
+
+PROGRAM = Path(__file__).with_name("peer_programs.py")
+SWAPPED, STATIC, CONTINUOUS = "merged weights swapped in", "transformers, static", "transformers, continuous"
+
+
+def running_library(base: Path, num_merged: int) -> AbstractContextManager[PeerProcess]:
+    """Start a process with the base's model and so many copies of merged weights."""
+    config = {"base": str(base), "num_merged": num_merged}
+    return running_peer([sys.executable, PROGRAM, "library"], config, base.parent / "library.log")
+
+
+def library_contenders(
+    peer: PeerProcess, num_requests: Sequence[int], counts: Sequence[int]
+) -> list[Contender]:
+    """Return batching of the base at each number of requests, and swapping of variants at the smallest of them."""
+    ways = {STATIC: "static", CONTINUOUS: "continuous"}
+    batching = [
+        Contender(name, number, 0, partial(peer.answer, way=way))
+        for number in num_requests
+        for name, way in ways.items()
+    ]
+    swapping = [
+        Contender(SWAPPED, min(num_requests), k, partial(peer.answer, way="swapped", num_variants=k))
+        for k in counts
+    ]
+    return [*swapping, *batching]
+
+
+VLLM, COMPILED = "vLLM", "vLLM, compiled without LoRA"
+NUM_ADAPTERS, RANK = 8, 16
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TRIAL_TOKENS = 16
+
+
+@contextmanager
+def fastest_vllm(
+    python: Path, base: Path, adapters: Sequence[Path], trial: Prompts
+) -> Iterator[tuple[PeerProcess, str]]:
+    """Run vLLM with the binding of its threads that answers `trial` faster: its own choice, or all cores.
+
+    Yields the process and the binding, a value of VLLM_CPU_OMP_THREADS_BIND.
+    """
+    seconds = {}
+    for binding in ("auto", f"0-{len(os.sched_getaffinity(0)) - 1}"):
+        with running_vllm(python, base, adapters, binding, len(trial)) as peer:
+            peer.answer(trial, 1, num_adapters=0)
+            began = time.perf_counter()
+            peer.answer(trial, TRIAL_TOKENS, num_adapters=0)
+            seconds[binding] = time.perf_counter() - began
+    fastest = min(seconds, key=seconds.__getitem__)
+    with running_vllm(python, base, adapters, fastest, len(trial)) as peer:
+        yield peer, fastest
+
+
+def running_vllm(
+    python: Path, base: Path, adapters: Sequence[Path], binding: str, max_num_seqs: int
+) -> AbstractContextManager[PeerProcess]:
+    """Start vLLM with an interpreter that has it: with adapters, or else compiled and without LoRA."""
+    settings: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "enforce_eager": bool(adapters),
+        "max_num_seqs": max_num_seqs,
+        "max_model_len": 1024,
+    }
+    if adapters:
+        settings |= {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": RANK}
+    config = {"base": str(base), "adapters": [str(path) for path in adapters], "settings": settings}
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    log = base.parent / f"vllm-{'adapters' if adapters else 'compiled'}.log"
+    return running_peer([python, PROGRAM, "vllm"], config, log, variables)
+
+
+def vllm_contenders(peer: PeerProcess, num_requests: Sequence[int]) -> list[Contender]:
+    """Return the base alone and the base with all adapters."""
+    return [
+        Contender(VLLM, number, num_adapters, partial(peer.answer, num_adapters=num_adapters))
+        for number in num_requests
+        for num_adapters in (0, NUM_ADAPTERS)
+    ]
+
+
+def compiled_contenders(peer: PeerProcess, num_requests: Sequence[int]) -> list[Contender]:
+    """Return the base of a vLLM that is compiled without LoRA."""
+    return [Contender(COMPILED, number, 0, partial(peer.answer, num_adapters=0)) for number in num_requests]
+
+
+def write_adapters(directory: Path, base: Path) -> list[Path]:
+    """Write LoRA adapters of all linear layers with random weights, as peft saves them."""
+    # Deferred: an extra that only this peer needs.
+    from peft import LoraConfig, get_peft_model
+
+    paths = [directory / f"adapter-{number}" for number in range(NUM_ADAPTERS)]
+    for number, path in enumerate(paths):
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=list(LINEAR), init_lora_weights=False)
+        get_peft_model(model, config).save_pretrained(str(path))
+    return paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,49 +279,6 @@ class Scale:
         return f"{layers}; merged copies in memory, used in turn: {self.num_merged}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    scale = Scale.of(args.shapes, args.layers, args.streams)
-    if args.variants:
-        scale = replace(scale, counts=tuple(args.variants), num_merged=max(args.variants))
-    if args.small:
-        scale = replace(scale, shapes=SMALL, name="tiny")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory(dir=args.dir) as name, ExitStack() as stack:
-        directory, shapes = Path(name), scale.shapes
-        base = write_base(directory / "base", shapes, dtype=getattr(torch, args.dtype))
-        registry = Registry(directory / "registry")
-        records = publish_variants(registry, base, shapes, max(scale.counts))
-        settings: dict[str, Any] = {"max_num_seqs": max(scale.num_requests), "kv_cache_gb": scale.kv_cache_gb}
-        subjects, vllm = [], None
-        if args.vllm:
-            trial = prompts(max(scale.num_requests), args.prompt, shapes.vocabulary)
-            running = fastest_vllm(args.vllm, base, write_adapters(directory, base), trial)
-            peer, binding = stack.enter_context(running)
-            subjects += vllm_contenders(peer, scale.num_requests)
-            vllm = {**peer.loaded, "thread_binding": binding}
-            compiled = running_vllm(args.vllm, base, (), binding, max(scale.num_requests))
-            subjects += compiled_contenders(stack.enter_context(compiled), scale.num_requests)
-            sizes = {
-                **settings,
-                "kv_cache_gb": scale.kv_cache_gb or KV_CACHE_GB,
-                "max_batch_tokens": VLLM_STEP,
-            }
-            engine = serving(base, registry, records, backend="vllm", engine_python=args.vllm, **sizes)
-            subjects += ours(stack.enter_context(engine), scale, OURS_ON_VLLM)
-        library = stack.enter_context(running_library(base, scale.num_merged))
-        subjects += library_contenders(library, scale.num_requests, scale.counts)
-        service = stack.enter_context(serving(base, registry, records, **settings))
-        subjects = [*ours(service, scale), *subjects]
-        measure(subjects, args, shapes.vocabulary)
-    rates = {subject.key: subject.rate for subject in subjects}
-    print(f"{describe(device)}; {scale.description}; median of {args.repeats}\n")
-    print(f"{rate_table(subjects, scale)}\n\n{goal_table(rates)}")
-    result = "throughput.json" if args.shapes == "158m" else f"throughput-{args.shapes}.json"
-    if out := args.out or (None if args.small else RESULTS / result):
-        write_result(out, "throughput", device, _document(args, scale, subjects, vllm))
-
-
 def ours(service: BenchEngine, scale: Scale, name: str = OURS) -> list[Contender]:
     """Return the engine as a contender, with requests spread evenly over each number of variants."""
 
@@ -149,7 +295,7 @@ def ours(service: BenchEngine, scale: Scale, name: str = OURS) -> list[Contender
     return [Contender(name, count, k, partial(answer, k)) for count, k in (*cases, *few)]
 
 
-def measure(subjects: Sequence[Contender], args: argparse.Namespace, vocabulary: int) -> None:
+def measure(subjects: Sequence[Contender], args: Namespace, vocabulary: int) -> None:
     """Time every subject `args.repeats` times, in turns; short answers before them warm up and are not counted.
 
     In one turn, all contenders with as many requests and variants have the same prompts, and no others have them.
@@ -164,10 +310,10 @@ def measure(subjects: Sequence[Contender], args: argparse.Namespace, vocabulary:
             if turn:
                 seconds = time.perf_counter() - begun
                 subject.tokens_per_s.append(subject.num_requests * num_new / seconds)
-        print(f"turn {turn} of {args.repeats} is done", file=sys.stderr, flush=True)
+        say(f"turn {turn} of {args.repeats} is done")
 
 
-def rate_table(subjects: Sequence[Contender], scale: Scale) -> str:
+def rate_table(subjects: Sequence[Contender]) -> str:
     """Return tokens per second by number of requests, contender and number of variants."""
     counts = sorted({subject.num_variants for subject in subjects} - {0})
     names = dict.fromkeys((subject.num_requests, subject.name) for subject in subjects)
@@ -180,100 +326,113 @@ def rate_table(subjects: Sequence[Contender], scale: Scale) -> str:
     return table(heads, rows)
 
 
-def goals(rates: dict[Key, float]) -> list[dict[str, Any]]:
-    """Compare the figures with their limits; without vLLM, its goal is left out."""
+def goals(rates: Mapping[Key, float]) -> Iterator[Goal]:
+    """Compare the figures with their limits; without vLLM, its goals are left out."""
     num_requests = sorted({count for name, count, _ in rates if name == STATIC})
-    asked = []
     for count in num_requests:
         base, many = rates[OURS, count, 0], rates[OURS, count, MANY]
         best = max(rates.get((name, count, 0), 0.0) for name in (STATIC, CONTINUOUS, VLLM, COMPILED))
-        asked.append((f"{count} requests: base / the best peer's base", base / best, 1.3))
-        asked.append((f"{count} requests: {MANY} variants / base", many / base, 0.85))
-        if adapters := rates.get((VLLM, count, NUM_ADAPTERS)):
-            asked.append(
-                (f"{count} requests: {MANY} variants / vLLM's {NUM_ADAPTERS} adapters", many / adapters, 4.0)
-            )
+        yield at_least(f"{count} requests: base / the best peer's base", base / best, 1.3)
+        yield at_least(f"{count} requests: {MANY} variants / base", many / base, 0.85)
+        adapters = f"{MANY} variants / vLLM's {NUM_ADAPTERS} adapters"
+        if on_adapters := rates.get((VLLM, count, NUM_ADAPTERS)):
+            yield at_least(f"{count} requests: {adapters}", many / on_adapters, 4.0)
         if on_vllm := rates.get((OURS_ON_VLLM, count, 0)):
-            asked += _goals_on_vllm(rates, count, on_vllm)
+            many = rates[OURS_ON_VLLM, count, MANY]
+            best = max(rates[name, count, 0] for name in (VLLM, COMPILED))
+            with_vllm = f"{count} requests, with vLLM"
+            yield at_least(f"{with_vllm}: base / vLLM's best base", on_vllm / best, 0.97)
+            yield at_least(f"{with_vllm}: {MANY} variants / base", many / on_vllm, 0.5)
+            yield at_least(f"{with_vllm}: {adapters}", many / rates[VLLM, count, NUM_ADAPTERS], 3.0)
     first = num_requests[0]
     swapping = rates[OURS, first, MANY] / rates[SWAPPED, first, MANY]
-    asked.append((f"{first} requests: {MANY} variants / merged weights swapped in", swapping, 3.0))
+    yield at_least(f"{first} requests: {MANY} variants / merged weights swapped in", swapping, 3.0)
     few = rates[OURS, NUM_FEW, NUM_FEW] / rates[OURS, NUM_FEW, 0]
-    asked.append((f"{NUM_FEW} requests: {NUM_FEW} variants / base", few, 0.8))
-    return [
-        {"goal": goal, "at_least": least, "reached": round(value, 3), "met": value >= least}
-        for goal, value, least in asked
-    ]
+    yield at_least(f"{NUM_FEW} requests: {NUM_FEW} variants / base", few, 0.8)
 
 
-def _goals_on_vllm(rates: dict[Key, float], count: int, base: float) -> list[tuple[str, float, float]]:
-    many = rates[OURS_ON_VLLM, count, MANY]
-    best = max(rates[name, count, 0] for name in (VLLM, COMPILED))
-    return [
-        (f"{count} requests, with vLLM: base / vLLM's best base", base / best, 0.97),
-        (f"{count} requests, with vLLM: {MANY} variants / base", many / base, 0.5),
-        (
-            f"{count} requests, with vLLM: {MANY} variants / vLLM's {NUM_ADAPTERS} adapters",
-            many / rates[VLLM, count, NUM_ADAPTERS],
-            3.0,
-        ),
-    ]
-
-
-def goal_table(rates: dict[Key, float]) -> str:
-    rows = [
-        (g["goal"], f"at least {g['at_least']:g}", f"{g['reached']:.2f}", "met" if g["met"] else "not met")
-        for g in goals(rates)
-    ]
-    return table(("goal", "limit", "reached", ""), rows)
-
-
-def _document(
-    args: argparse.Namespace, scale: Scale, subjects: Sequence[Contender], vllm: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    return {
-        "settings": {
-            "shapes": asdict(scale.shapes),
-            "dtype": args.dtype,
-            "merged_copies": scale.num_merged,
-            "prompt_tokens": args.prompt,
-            "new_tokens": args.new,
-            "repeats": args.repeats,
-            "statistic": "median",
-            "vllm": vllm,
-        },
-        "results": [
-            {
-                "who": subject.name,
-                "requests": subject.num_requests,
-                "variants": subject.num_variants,
-                "tokens_per_s": round(subject.rate, 1),
-                "samples": [round(value, 1) for value in subject.tokens_per_s],
-            }
-            for subject in subjects
-        ],
-        "goals": goals({subject.key: subject.rate for subject in subjects}),
+def report(args: Namespace) -> Report:
+    scale = Scale.of(args.shapes, args.layers, args.streams)
+    if args.variants:
+        scale = replace(scale, counts=tuple(args.variants), num_merged=max(args.variants))
+    if args.small:
+        scale = replace(scale, shapes=SMALL, name="tiny")
+    with ExitStack() as stack:
+        subjects, vllm = contenders(args, scale, stack)
+        measure(subjects, args, scale.shapes.vocabulary)
+    settings = {
+        "shapes": asdict(scale.shapes),
+        "dtype": args.dtype,
+        "merged_copies": scale.num_merged,
+        "prompt_tokens": args.prompt,
+        "new_tokens": args.new,
+        "repeats": args.repeats,
+        "statistic": "median",
+        "vllm": vllm,
     }
+    results = [
+        {
+            "who": subject.name,
+            "requests": subject.num_requests,
+            "variants": subject.num_variants,
+            "tokens_per_s": round(subject.rate, 1),
+            "samples": [round(value, 1) for value in subject.tokens_per_s],
+        }
+        for subject in subjects
+    ]
+    found = list(goals({subject.key: subject.rate for subject in subjects}))
+    conditions = f"{scale.description}; median of {args.repeats}"
+    tables = [rate_table(subjects)]
+    return Report(settings, results, tables, found, conditions=conditions, device=BEST_DEVICE)
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.throughput", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a tiny model; writes JSON only with --out")
-    parser.add_argument("--shapes", choices=SHAPES, default="158m", help="whose sizes")
-    parser.add_argument("--layers", type=int, help="so many of them rather than the default of the shapes")
-    parser.add_argument("--variants", type=int, nargs="+", help=f"so many variants, {MANY} among them")
-    parser.add_argument("--streams", type=int, nargs="+", default=NUM_REQUESTS, help="requests at a time")
-    parser.add_argument(
-        "--vllm", type=Path, help="the Python of an environment that has vLLM and peraxis-vllm"
-    )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of each prompt")
-    parser.add_argument("--new", type=int, default=64, help="tokens of each answer")
-    parser.add_argument("--dir", type=Path, help="where the checkpoint and the registry are made")
-    parser.add_argument("--out", type=Path, help="the JSON file; under bench/results/ by default")
-    return parser.parse_args(argv)
+def contenders(
+    args: Namespace, scale: Scale, stack: ExitStack
+) -> tuple[list[Contender], dict[str, Any] | None]:
+    """Start everything that is compared, until `stack` ends; return it, and how vLLM runs."""
+    directory, shapes = args.directory, scale.shapes
+    base = write_base(directory / "base", shapes, dtype=getattr(torch, args.dtype))
+    registry = Registry(directory / "registry")
+    records = publish_variants(registry, base, shapes, max(scale.counts))
+    settings: dict[str, Any] = {"max_num_seqs": max(scale.num_requests), "kv_cache_gb": scale.kv_cache_gb}
+    subjects, vllm = list[Contender](), None
+    if args.vllm:
+        trial = prompts(max(scale.num_requests), args.prompt, shapes.vocabulary)
+        running = fastest_vllm(args.vllm, base, write_adapters(directory, base), trial)
+        peer, binding = stack.enter_context(running)
+        subjects += vllm_contenders(peer, scale.num_requests)
+        vllm = {**peer.loaded, "thread_binding": binding}
+        compiled = running_vllm(args.vllm, base, (), binding, max(scale.num_requests))
+        subjects += compiled_contenders(stack.enter_context(compiled), scale.num_requests)
+        sizes = {**settings, "kv_cache_gb": scale.kv_cache_gb or KV_CACHE_GB, "max_batch_tokens": VLLM_STEP}
+        engine = serving(base, registry, records, backend="vllm", engine_python=args.vllm, **sizes)
+        subjects += ours(stack.enter_context(engine), scale, OURS_ON_VLLM)
+    library = stack.enter_context(running_library(base, scale.num_merged))
+    subjects += library_contenders(library, scale.num_requests, scale.counts)
+    service = stack.enter_context(serving(base, registry, records, **settings))
+    return [*ours(service, scale), *subjects], vllm
 
+
+OPTIONS = (
+    option("--shapes", "158m", "whose sizes", choices=SHAPES),
+    option("--layers", None, "so many of them rather than the default of the shapes", type=int),
+    option("--variants", None, f"so many variants, {MANY} among them", type=int, nargs="+"),
+    option("--streams", NUM_REQUESTS, "requests at a time", type=int, nargs="+"),
+    option("--vllm", None, "the Python of an environment that has vLLM and peraxis-vllm", type=Path),
+    option("--dtype", "bfloat16", "of the weights", choices=("bfloat16", "float32")),
+    option("--repeats", 3),
+    option("--prompt", 64, "tokens of each prompt"),
+    option("--new", 64, "tokens of each answer"),
+)
+main = Bench(
+    "throughput",
+    __doc__,
+    report,
+    OPTIONS,
+    small="a tiny model",
+    folder="for the checkpoint and the registry",
+    file=lambda args: "throughput.json" if args.shapes == "158m" else f"throughput-{args.shapes}.json",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

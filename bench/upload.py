@@ -7,14 +7,13 @@ it and calls fsync. curl is the client of both.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -22,13 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
+from bench.client import Span, StreamedRequest, StreamTimes, gaps_meeting, gaps_within, running_clients
 from bench.engine import FULL, SMALL, prompts, text_of, write_base
-from bench.http.clients import StreamedRequest, running_clients
+from bench.harness import BEST_DEVICE, Bench, Goal, Report, at_least, at_most, option, p99, say
 from bench.process import Server, serve_command, serving
-from bench.report import RESULTS, describe, write_result
-from bench.streams import Span, StreamTimes, gaps_meeting, gaps_within, p99
 from bench.synthetic import LlamaShapes, write_whole_delta
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
@@ -90,21 +86,7 @@ class Observations:
             },
             "growth_bytes": self.growth_bytes,
             "peak_bytes": self.peak_bytes,
-            "goals": list(goals(self)),
         }
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    scope = SMALL_SCOPE if args.small else FULL_SCOPE
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        found = measure(Path(name), scope, args.repeats)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{describe(device)}; {found.num_bytes / 1e6:.0f} MB, median of {args.repeats}, page cache warm\n")
-    print(f"{gap_table(found, scope)}\n\n{rate_table(found)}\n\n{memory_line(found)}\n\n{goal_table(found)}")
-    if out := args.out or (None if args.small else RESULTS / "upload.json"):
-        settings = {**asdict(scope), "repeats": args.repeats, "statistic": "median", "page_cache": "warm"}
-        write_result(out, "upload", device, {"settings": settings, "results": found.as_json()})
 
 
 def measure(directory: Path, scope: UploadScope, repeats: int) -> Observations:
@@ -113,7 +95,7 @@ def measure(directory: Path, scope: UploadScope, repeats: int) -> Observations:
     write_whole_delta(path, scope.shapes, Base.of(Checkpoint.open(base)))
     flags = ("--max-num-seqs", scope.num_streams, "--max-gpu-deltas", 2, "--slot-headroom", SLOT_HEADROOM)
     more = ("--max-host-cache-gb", 0, "--kv-cache-gb", 0.7)
-    sink_command = [sys.executable, "-m", "bench.http.sink", directory / "sink"]
+    sink_command = [sys.executable, "-m", "bench.sink", directory / "sink"]
     found = Observations(path.stat().st_size)
     with ExitStack() as stack:
         server = stack.enter_context(serving(serve_command(base, directory / "registry", *flags, *more)))
@@ -121,7 +103,7 @@ def measure(directory: Path, scope: UploadScope, repeats: int) -> Observations:
         for number in range(repeats + 1):
             observations = Observations(found.num_bytes) if number == 0 else found
             turn(server, sink.url, path, number, scope, observations)
-            print(f"turn {number} of {repeats} is done", file=sys.stderr, flush=True)
+            say(f"turn {number} of {repeats} is done")
     return found
 
 
@@ -180,19 +162,16 @@ def curl(path: Path, url: str) -> None:
         raise RuntimeError(f"the upload was answered {ran.stdout} {ran.stderr}")
 
 
-def goals(found: Observations) -> Iterator[dict[str, Any]]:
+def goals(found: Observations) -> list[Goal]:
     """Compare the figures with their limits."""
-    gaps = p99(found.busy[UPLOAD]) / p99(found.quiet)
-    rates = found.rates[UPLOAD] / found.rates[SINK]
-    growth = max(found.growth_bytes) / 2**20
-    asked = [
-        ("p99 between tokens, uploading / quiet", "at most", MAX_P99_RATIO, gaps),
-        ("rate of the upload / curl into a file", "at least", MIN_RATE_RATIO, rates),
-        ("server's growth, MiB", "at most", MAX_GROWTH_MIB, growth),
+    gaps, growth = p99(found.busy[UPLOAD]) / p99(found.quiet), max(found.growth_bytes) / 2**20
+    return [
+        at_most("p99 between tokens, uploading / quiet", gaps, MAX_P99_RATIO),
+        at_least(
+            "rate of the upload / curl into a file", found.rates[UPLOAD] / found.rates[SINK], MIN_RATE_RATIO
+        ),
+        at_most("server's growth, MiB", growth, MAX_GROWTH_MIB),
     ]
-    for goal, side, limit, reached in asked:
-        met = reached >= limit if side == "at least" else reached <= limit
-        yield {"goal": goal, "limit": f"{side} {limit:g}", "reached": round(reached, 3), "met": met}
 
 
 def gap_table(found: Observations, scope: UploadScope) -> str:
@@ -220,28 +199,34 @@ def memory_line(found: Observations) -> str:
     return f"Peak resident memory while uploads run, MB: {parts}."
 
 
-def goal_table(found: Observations) -> str:
-    rows = [
-        (goal["goal"], goal["limit"], f"{goal['reached']:.2f}", "met" if goal["met"] else "not met")
-        for goal in goals(found)
-    ]
-    return table(("goal", "limit", "reached", ""), rows)
-
-
 def _timed(work: Callable[[], object]) -> Span:
     began = time.perf_counter()
     work()
     return Span(began, time.perf_counter())
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.upload", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a few megabytes; writes JSON only with --out")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--dir", type=Path, help="where the files are made; a disk with 10 GB of room")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/upload.json by default")
-    return parser.parse_args(argv)
+def report(args: Namespace) -> Report:
+    scope = SMALL_SCOPE if args.small else FULL_SCOPE
+    found = measure(args.directory, scope, args.repeats)
+    return Report(
+        {**asdict(scope), "repeats": args.repeats, "statistic": "median", "page_cache": "warm"},
+        found.as_json(),
+        [gap_table(found, scope), rate_table(found), memory_line(found)],
+        goals(found),
+        conditions=f"{found.num_bytes / 1e6:.0f} MB, median of {args.repeats}, page cache warm",
+        device=BEST_DEVICE,
+    )
 
+
+OPTIONS = [option("--repeats", 5)]
+main = Bench(
+    "upload",
+    __doc__,
+    report,
+    OPTIONS,
+    small="a few megabytes",
+    folder="for the files: a disk with 10 GB of room",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,21 +6,19 @@ turns. A policy is judged by its worst cell, as a multiple of the best policy's 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from statistics import median
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.report import RESULTS, describe, write_result
+from bench.harness import Bench, Report, option, seconds
 from deltastore.console import table
 
 # The variables of each policy. GOMP_SPINCOUNT is how often a thread looks before it sleeps; without either, 300,000.
@@ -92,54 +90,43 @@ WORKS: Mapping[str, Callable[[], Callable[[], object]]] = {
     "sampling": sampling,
     "decoding": decoding,
 }
+# Work and busy processes of each column.
+CELLS = [(work, num_busy) for num_busy in (0, 1) for work in WORKS]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every cell and print the table; with `--work`, print the seconds of one cell's steps."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each cell")
-    parser.add_argument("--out", type=Path, default=RESULTS / "waiting.json")
-    parser.add_argument("--work", choices=WORKS, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+def report(args: Namespace) -> Report | None:
+    """Measure every cell; with `--work`, print the seconds of one cell's steps."""
     if args.work:
         print(json.dumps(_steps(WORKS[args.work](), args.seconds)))
-        return
+        return None
     cells: dict[tuple[str, int, str], list[float]] = {}
     for _ in range(args.rounds):
-        for num_busy in (0, 1):
-            for work in WORKS:
-                for policy in POLICIES:
-                    steps = _measured(work, policy, num_busy, args.seconds)
-                    cells.setdefault((work, num_busy, policy), []).extend(steps)
-    medians = {cell: statistics.median(steps) for cell, steps in cells.items()}
+        for work, num_busy in CELLS:
+            for policy in POLICIES:
+                steps = _measured(work, policy, num_busy, args.seconds)
+                cells.setdefault((work, num_busy, policy), []).extend(steps)
+    medians = {cell: median(steps) for cell, steps in cells.items()}
     rows = {policy: _row(policy, medians) for policy in POLICIES}
-    device = torch.device("cpu")
-    head = [f"{work}, {num_busy} busy" for work, num_busy in _columns()]
-    print(f"{describe(device)}; steps as multiples of the column's best\n")
-    shown = [[policy, *(f"{each:.2f}" for each in row), f"{max(row):.2f}"] for policy, row in rows.items()]
-    print(table(["policy", *head, "worst"], shown))
-    figures = [
-        {"work": work, "busy_processes": busy, "policy": policy, "median_s": median}
-        for (work, busy, policy), median in medians.items()
+    head = ["policy", *(f"{work}, {num_busy} busy" for work, num_busy in CELLS), "worst"]
+    shown = [[policy, *(f"{each:.2f}" for each in (*row, max(row)))] for policy, row in rows.items()]
+    results = [
+        {"work": work, "busy_processes": busy, "policy": policy, "median_s": median_s}
+        for (work, busy, policy), median_s in medians.items()
     ]
-    write_result(args.out, "waiting", device, {"policies": POLICIES, "cells": figures})
-
-
-def _columns() -> list[tuple[str, int]]:
-    return [(work, num_busy) for num_busy in (0, 1) for work in WORKS]
+    conditions = "steps as multiples of the column's best"
+    return Report({"policies": POLICIES}, results, [table(head, shown)], conditions=conditions)
 
 
 def _row(policy: str, medians: Mapping[tuple[str, int, str], float]) -> list[float]:
     return [
         medians[work, num_busy, policy] / min(medians[work, num_busy, each] for each in POLICIES)
-        for work, num_busy in _columns()
+        for work, num_busy in CELLS
     ]
 
 
-def _measured(work: str, policy: str, num_busy: int, seconds: float) -> list[float]:
+def _measured(work: str, policy: str, num_busy: int, cell_s: float) -> list[float]:
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    command = [sys.executable, "-m", "bench.waiting", "--work", work, "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "bench.waiting", "--work", work, "--seconds", str(cell_s)]
     with _busy(num_busy):
         ended = subprocess.run(
             command, env={**environment, **POLICIES[policy]}, capture_output=True, text=True, check=True
@@ -160,15 +147,20 @@ def _busy(count: int) -> Iterator[None]:
             process.wait()
 
 
-def _steps(step: Callable[[], object], seconds: float) -> list[float]:
+def _steps(step: Callable[[], object], cell_s: float) -> list[float]:
     step()
     taken = list[float]()
-    while sum(taken) < seconds:
-        began = time.perf_counter()
-        step()
-        taken.append(time.perf_counter() - began)
+    while sum(taken) < cell_s:
+        taken.append(seconds(step))
     return taken
 
 
+OPTIONS = (
+    option("--rounds", 3),
+    option("--seconds", 2.0, "of each cell"),
+    option("--work", None, SUPPRESS, choices=WORKS),
+)
+main = Bench("waiting", __doc__, report, OPTIONS)
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,21 +7,17 @@ time to their first token.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
-
-import torch
 
 from bench.engine import SMALL, BenchEngine, prompts, publish_variants, serving, write_base
-from bench.report import RESULTS, describe, write_result
+from bench.harness import BEST_DEVICE, Bench, Report, at_least, say
 from deltastore.console import table
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
@@ -42,31 +38,6 @@ class RegistryScope:
 FULL_SCOPE, SMALL_SCOPE = RegistryScope(), RegistryScope(num_variants=40, num_requests=40, repeats=1)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    scope = SMALL_SCOPE if args.small else FULL_SCOPE
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        directory = Path(name)
-        base = write_base(directory / "base", SMALL)
-        few, many = Registry(directory / "few"), Registry(directory / "many")
-        ten = publish_variants(few, base, SMALL, NUM_ACTIVE)
-        records = publish_variants(many, base, SMALL, scope.num_variants)
-        rates = same_traffic(base, [(few, ten), (many, records)], scope)
-        starts = [start_up_s(base, directory / folder) for folder in ("few", "many")]
-        zipfs = zipf(base, many, records, scope)
-    figures = {
-        "tokens_per_s": {"10": round(rates[0], 1), str(scope.num_variants): round(rates[1], 1)},
-        "ratio": round(rates[1] / rates[0], 4),
-        "start_up_s": {"10": round(starts[0], 3), str(scope.num_variants): round(starts[1], 3)},
-        "zipf": zipfs,
-    }
-    print(f"{describe(device)}; median of {scope.repeats}\n\n{_table(scope, figures)}")
-    if out := args.out or (None if args.small else RESULTS / "registry.json"):
-        settings = {"slots": NUM_SLOTS, "active": NUM_ACTIVE, "requests": scope.num_requests}
-        write_result(out, "registry", device, {"settings": settings, **figures})
-
-
 def same_traffic(
     base: Path, registries: Sequence[tuple[Registry, list[VersionRecord]]], scope: RegistryScope
 ) -> list[float]:
@@ -82,7 +53,7 @@ def same_traffic(
                 _run(service, active, scope)
                 if turn:
                     seconds[index].append(time.perf_counter() - begun)
-        print(f"turn {turn} of {scope.repeats} is done", file=sys.stderr, flush=True)
+        say(f"turn {turn} of {scope.repeats} is done")
     return [scope.num_requests * ANSWER_TOKENS / median(one) for one in seconds]
 
 
@@ -130,30 +101,40 @@ def _run(service: BenchEngine, active: Sequence[VersionRecord], scope: RegistryS
         one.times()
 
 
-def _table(scope: RegistryScope, figures: dict[str, Any]) -> str:
-    rates, starts, zipfs = figures["tokens_per_s"], figures["start_up_s"], figures["zipf"]
+def report(args: Namespace) -> Report:
+    scope, directory = SMALL_SCOPE if args.small else FULL_SCOPE, args.directory
+    base = write_base(directory / "base", SMALL)
+    few, many = Registry(directory / "few"), Registry(directory / "many")
+    ten = publish_variants(few, base, SMALL, NUM_ACTIVE)
+    records = publish_variants(many, base, SMALL, scope.num_variants)
+    rates = same_traffic(base, [(few, ten), (many, records)], scope)
+    starts = [start_up_s(base, directory / folder) for folder in ("few", "many")]
+    zipfs, most, ratio = zipf(base, many, records, scope), str(scope.num_variants), rates[1] / rates[0]
     rows = [
-        ("registered variants", "10", str(scope.num_variants)),
-        ("tokens/s, traffic to the same ten", *(f"{rate:.0f}" for rate in rates.values())),
-        ("server's start, s", *(f"{value:.1f}" for value in starts.values())),
+        ("tokens/s, traffic to the same ten", *(f"{rate:.0f}" for rate in rates)),
+        ("server's start, s", *(f"{value:.1f}" for value in starts)),
         ("Zipf over all: found in a slot", "", f"{zipfs['found_device']:.0%}"),
         ("found in host memory", "", f"{zipfs['found_host']:.0%}"),
         ("first token, median, ms", "", f"{1e3 * zipfs['first_token_p50_s']:.1f}"),
         ("first token, p99, ms", "", f"{1e3 * zipfs['first_token_p99_s']:.1f}"),
     ]
-    met = "met" if figures["ratio"] >= 0.95 else "not met"
-    body = table(rows[0], rows[1:])
-    ratio = f"{figures['ratio']:.3f} of that with 10 (goal: 0.95, {met})"
-    return f"{body}\n\nThroughput with {scope.num_variants} registered is {ratio}."
+    return Report(
+        {"slots": NUM_SLOTS, "active": NUM_ACTIVE, "requests": scope.num_requests},
+        {
+            "tokens_per_s": {"10": round(rates[0], 1), most: round(rates[1], 1)},
+            "start_up_s": {"10": round(starts[0], 3), most: round(starts[1], 3)},
+            "zipf": zipfs,
+        },
+        [table(("registered variants", "10", most), rows)],
+        [at_least(f"tokens/s with {most} registered / with 10", ratio, 0.95)],
+        conditions=f"median of {scope.repeats}",
+        device=BEST_DEVICE,
+    )
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.registry", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="40 variants; writes JSON only with --out")
-    parser.add_argument("--dir", type=Path, help="where the checkpoint and the registries are made: a disk")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/registry.json by default")
-    return parser.parse_args(argv)
-
+main = Bench(
+    "registry", __doc__, report, small="40 variants", folder="for the checkpoint and the registries: a disk"
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

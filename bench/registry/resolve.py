@@ -10,23 +10,20 @@ and without objects.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import wraps
 from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
-from bench.report import RESULTS, describe, write_result
-from deltastore.console import table
+from bench.harness import Bench, Report, fixed, ms, table_of, text
 from deltastore.registry import Registry, variants
 from deltastore.registry.directory.files import DirectoryFiles
 from deltastore.registry.records import Usage, VariantState, VersionRecord
@@ -38,6 +35,14 @@ PAGE = 100
 MAX_RATIO = 2.0
 # Of every 16 versions, 15 are deleted one by one.
 STRIDE = 16
+COLUMNS = {
+    "registry": text("registry"),
+    "question": text("question"),
+    "names, ms": ms("names_s", 2),
+    "rest, ms": ms("rest_s", 2),
+    "rest / few": fixed("ratio_of_rest", 2),
+    f"at most {MAX_RATIO:g}": lambda row: "met" if row["ratio_of_rest"] <= MAX_RATIO else "not met",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +63,6 @@ class QuestionCosts:
 
     rest_s: float
     names_s: float
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    args = _arguments(argv)
-    scope = SMALL_SCOPE if args.small else FULL_SCOPE
-    with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        found = measure(make_registries(Path(name), scope), scope)
-    ratios = {
-        registry: {question: cost.rest_s / found["few"][question].rest_s for question, cost in costs.items()}
-        for registry, costs in found.items()
-    }
-    device = torch.device("cpu")
-    print(f"{describe(device)}; median of {scope.repeats}\n\n{_table(found, ratios)}")
-    if out := args.out or (None if args.small else RESULTS / "resolve.json"):
-        write_result(out, "resolve", device, {"registries": _results(found, ratios)})
 
 
 def make_registries(directory: Path, scope: ResolveScope) -> dict[str, Registry]:
@@ -201,53 +191,37 @@ class NameReadings(ExitStack):
         return result
 
 
-def _results(
-    found: dict[str, dict[str, QuestionCosts]], ratios: dict[str, dict[str, float]]
-) -> dict[str, dict[str, Any]]:
-    return {
-        kind: {
+def report(args: Namespace) -> Report:
+    scope = SMALL_SCOPE if args.small else FULL_SCOPE
+    found = measure(make_registries(args.directory, scope), scope)
+    results = {
+        registry: {
             question: {
                 "names_s": round(cost.names_s, 6),
                 "rest_s": round(cost.rest_s, 6),
-                "ratio_of_rest": round(ratios[kind][question], 3),
+                "ratio_of_rest": round(cost.rest_s / found["few"][question].rest_s, 3),
             }
             for question, cost in costs.items()
         }
-        for kind, costs in found.items()
+        for registry, costs in found.items()
     }
-
-
-def _table(found: dict[str, dict[str, QuestionCosts]], ratios: dict[str, dict[str, float]]) -> str:
     rows = [
-        (
-            kind,
-            question,
-            f"{1e3 * cost.names_s:.2f}",
-            f"{1e3 * cost.rest_s:.2f}",
-            f"{ratios[kind][question]:.2f}",
-            "met" if ratios[kind][question] <= MAX_RATIO else "not met",
-        )
-        for kind, costs in found.items()
+        {"registry": registry, "question": question, **cost}
+        for registry, costs in results.items()
         for question, cost in costs.items()
     ]
-    heads = (
-        "registry",
-        "question",
-        "names, ms",
-        "rest, ms",
-        "rest / few",
-        f"at most {MAX_RATIO:g}",
-    )
-    return table(heads, rows)
+    settings = asdict(scope)
+    return Report(settings, results, [table_of(COLUMNS, rows)], conditions=f"median of {scope.repeats}")
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.registry.resolve", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="few versions; writes JSON only with --out")
-    parser.add_argument("--dir", type=Path, help="where the registries are made")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/resolve.json by default")
-    return parser.parse_args(argv)
-
+main = Bench(
+    "registry.resolve",
+    __doc__,
+    report,
+    small="few versions",
+    folder="for the registries",
+    file=lambda _: "resolve.json",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,11 +17,9 @@ import torch
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.gpu.__main__ import SectionRunner, main
-from bench.gpu.check import attention_errors
-from bench.gpu.load import write_delta
-from bench.gpu.measure import FULL, SMALL, Blueprint, Rows, blueprint, build_model, fill
-from bench.gpu.steps import StepBench
+from bench.gpu import SectionRunner, main
+from bench.gpu_model import FULL, SMALL, Blueprint, Rows, blueprint, build_model, fill
+from bench.gpu_sections import StepBench, attention_errors, write_delta
 from deltastore.format.sizes import one_bit_plan
 from server.kernels import attention_cuda
 from server.model import attention

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.hostile.__main__ import SMALL_SCOPE, main, make_world, serving_all
-from bench.hostile.attacker import attacking
-from bench.hostile.attacks import KINDS, attacks
+from bench.attacker import attacking
+from bench.attacks import KINDS, attacks
+from bench.hostile import SMALL_SCOPE, main, make_world, serving_all
 
 pytestmark = [pytest.mark.deploy, pytest.mark.timeout(2400)]
 RECOVERED_S = 120.0

@@ -20,12 +20,14 @@ def test_a_small_run_prints_its_table_and_writes_what_the_figures_belong_to(
     main(["--small", "--repeats", "1", "--device", "cpu", "--dir", str(tmp_path), "--out", str(out)])
     document = json.loads(out.read_text())
     assert {"cpu", "cores", "memory_bytes", "device"} == set(document["machine"])
-    assert [result["subject"] for result in document["results"]] == [
+    assert [result["subject"] for result in document["results"]["loads"]] == [
         "delta", "delta in host memory", "full FP16 checkpoint", "delta", "full FP16 checkpoint"
     ]  # fmt: skip
     printed = [float(number) for number in re.findall(r"\d+\.\d", capsys.readouterr().out)]
     # Each is rounded by itself.
-    totals = [pytest.approx(1e3 * result["seconds"]["total"], abs=0.06) for result in document["results"]]
+    totals = [
+        pytest.approx(1e3 * result["seconds"]["total"], abs=0.06) for result in document["results"]["loads"]
+    ]
     assert all(total in printed for total in totals)
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench.quality import __main__ as bench
-from bench.quality.__main__ import (
+from bench import quality as bench
+from bench.harness import goal_table
+from bench.quality import (
     CODED,
     GOALS,
     LARGE,
@@ -23,10 +24,10 @@ from bench.quality.__main__ import (
     DeltaFigure,
     PairFigures,
     curve_table,
-    goal_table,
+    goals,
     main,
 )
-from bench.quality.runs import (
+from bench.quality_runs import (
     BITDELTA,
     ONE_VECTOR,
     OURS,
@@ -80,7 +81,7 @@ def kept_runs(work: Path) -> dict[str, Path]:
 
 @pytest.mark.deploy
 def test_every_method_is_measured_in_full(ended: Bench) -> None:
-    results = ended.document["pairs"][PAIR]["results"]
+    results = ended.document["results"][PAIR]["results"]
     assert len(results) == len(kept_runs(ended.work)) == 13
     assert {(result["run"]["method"], result["run"]["text"]) for result in results} >= {
         ("scalar", "none"),
@@ -96,7 +97,7 @@ def test_every_method_is_measured_in_full(ended: Bench) -> None:
         assert result["artifact_bytes"] > 0
         assert result["peak_memory_bytes"] > 0
         assert result["domain"]["num_tokens"] == SMALL.amount.test_samples * SMALL.amount.length
-        assert 0 < result["domain"]["kl"] < ended.document["pairs"][PAIR]["base"]["domain"]["kl"]
+        assert 0 < result["domain"]["kl"] < ended.document["results"][PAIR]["base"]["domain"]["kl"]
 
 
 @pytest.mark.deploy
@@ -104,7 +105,7 @@ def test_the_tables_and_the_document_agree_on_the_goals(ended: Bench) -> None:
     assert len(ended.document["goals"]) == len(GOALS)
     for goal in ended.document["goals"]:
         line = next(line for line in ended.printed.splitlines() if line.startswith(f"| {goal['goal']} "))
-        assert line.endswith("| not met |") != goal["pairs"][PAIR]["met"]
+        assert line.endswith("| not met |") != goal["met"]
 
 
 @pytest.mark.deploy
@@ -126,7 +127,7 @@ def test_a_resumed_bench_makes_only_what_is_missing(ended: Bench, monkeypatch: p
     kept_runs(ended.work)[missing].unlink()
     document, _ = run_small(ended.work, "--resume")
     assert made == [missing]
-    assert len(document["pairs"][PAIR]["results"]) == 13
+    assert len(document["results"][PAIR]["results"]) == 13
 
 
 @pytest.mark.deploy
@@ -136,7 +137,7 @@ def test_the_large_scope_measures_its_runs_alone_and_shows_no_seconds(
     tiny = replace(LARGE, recipe=SMALL.recipe, amount=SMALL.amount)
     monkeypatch.setattr(bench, "LARGE", tiny)
     document, printed = run_bench("--large", "--work", str(tmp_path), out=tmp_path / "large.json")
-    results = document["pairs"]["instruct"]["results"]
+    results = document["results"]["instruct"]["results"]
     assert [result["run"] for result in results] == [asdict(run) for run in LARGE.runs]
     assert not [path for name in ("upper", "reverse") for path in tmp_path.rglob(name)]
     head = next(line for line in printed.splitlines() if line.startswith("| method "))
@@ -203,7 +204,7 @@ def figures(ours: float) -> PairFigures:
 
 @pytest.mark.parametrize(("ours", "met"), [(0.08, 11), (0.3, 9), (0.5, 8), (1.2, 3)])
 def test_a_goal_that_is_missed_is_said_to_be_missed(ours: float, met: int) -> None:
-    lines = goal_table({"good": figures(0.0), "other": figures(ours)}).splitlines()[2:]
+    lines = goal_table(list(goals({"good": figures(0.0), "other": figures(ours)}))).splitlines()[2:]
     assert sum(line.endswith(("|     met |", "| met |")) for line in lines) == met
     assert sum("(not met)" in line for line in lines) == len(GOALS) - met
 

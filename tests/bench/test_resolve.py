@@ -15,7 +15,7 @@ def test_a_small_run_asks_every_registry_every_question(
 ) -> None:
     out = tmp_path / "resolve.json"
     main(["--small", "--dir", str(tmp_path), "--out", str(out)])
-    registries = json.loads(out.read_text())["registries"]
+    registries = json.loads(out.read_text())["results"]
     kinds = ["few", "300 versions", "150 inactive", "150 deleted", "150 scattered", "300 elsewhere"]
     assert list(registries) == kinds
     for costs in registries.values():

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.contender import CONTINUOUS, STATIC, SWAPPED, VLLM, Key
-from bench.throughput import OURS, goals, main
+from bench.throughput import CONTINUOUS, OURS, STATIC, SWAPPED, VLLM, Key, goals, main
 
 RATES: dict[Key, float] = {
     (OURS, 16, 0): 520.0,
@@ -41,13 +40,13 @@ def test_a_small_run_fills_its_tables(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_the_best_peer_decides_on_the_goal_of_the_base() -> None:
-    reached = {goal["goal"]: goal["reached"] for goal in goals(RATES)}
+    reached = {goal.name: goal.reached for goal in goals(RATES)}
     assert reached["16 requests: base / the best peer's base"] == pytest.approx(520 / 390, abs=1e-3)
-    reached = {goal["goal"]: goal["reached"] for goal in goals({**RATES, (VLLM, 16, 0): 500.0})}
+    reached = {goal.name: goal.reached for goal in goals({**RATES, (VLLM, 16, 0): 500.0})}
     assert reached["16 requests: base / the best peer's base"] == pytest.approx(1.04)
 
 
 def test_variants_are_compared_with_adapters_where_those_were_measured() -> None:
-    assert not any("adapters" in goal["goal"] for goal in goals(RATES))
-    (found,) = (goal for goal in goals({**RATES, (VLLM, 16, 8): 100.0}) if "adapters" in goal["goal"])
-    assert (found["reached"], found["met"]) == (4.5, True)
+    assert not any("adapters" in goal.name for goal in goals(RATES))
+    (found,) = (goal for goal in goals({**RATES, (VLLM, 16, 8): 100.0}) if "adapters" in goal.name)
+    assert (found.reached, found.is_met) == (4.5, True)

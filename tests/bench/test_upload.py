@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.http.sink import receive
+from bench.sink import receive
 from bench.upload import main
 
 
@@ -20,14 +20,15 @@ def test_a_small_run_uploads_beside_streams_and_writes_its_figures(
     out = tmp_path / "upload.json"
     main(["--small", "--repeats", "1", "--dir", str(tmp_path), "--out", str(out)])
     text = out.read_text()
-    results = json.loads(text)["results"]
+    document = json.loads(text)
+    results = document["results"]
     assert results["bytes"] > 1 << 20
     assert {name: len(seconds) for name, seconds in results["seconds"].items()} == {
         "curl into a file": 1,
         "upload to the server": 1,
     }
     assert all(gaps["count"] > 0 for gaps in results["gaps"].values())
-    assert [goal["limit"] for goal in results["goals"]] == ["at most 1.2", "at least 0.5", "at most 64"]
+    assert [goal["limit"] for goal in document["goals"]] == ["at most 1.2", "at least 0.5", "at most 64"]
     printed = capsys.readouterr().out
     assert "| upload to the server " in printed
     assert str(tmp_path) not in text + printed

@@ -23,8 +23,8 @@ def test_peak_memory_stays_under_four_times_the_largest_tensor(
 ) -> None:
     shapes = LlamaShapes(num_layers, hidden=512, intermediate=1024, kv=128)
     figure = measure(shapes, method, False, tmp_path)
-    assert figure.largest_bytes == 2 * 32000 * 512
-    assert 0 < figure.growth_bytes < 4 * figure.largest_bytes
+    assert figure["largest_tensor_bytes"] == 2 * 32000 * 512
+    assert 0 < figure["peak_growth_bytes"] < 4 * figure["largest_tensor_bytes"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,8 +12,8 @@ import torch
 from openai import OpenAI
 from transformers import AutoTokenizer
 
-from bench.real import models
-from bench.real.models import RealModel
+from bench import real_models as models
+from bench.real_models import RealModel
 from tests.server.helpers import live_server as live
 from tests.server.helpers.live_server import WAIT_S, live_server
 from tests.server.helpers.served import make_delta, merged

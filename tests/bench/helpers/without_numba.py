@@ -20,6 +20,6 @@ if __name__ == "__main__":
     # `prepare` would compile kernels for the CPU.
     setattr(kernels, "prepare", lambda *_: None)  # noqa: B010
     setattr(attention, "_single_token_kernel", lambda device_type: None)  # noqa: B010
-    from bench.gpu.__main__ import main
+    from bench.gpu import main
 
     sys.exit(main(sys.argv[1:]))

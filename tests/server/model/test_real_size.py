@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.real import __main__ as bench
-from bench.real import models, stages
-from bench.real.models import RealModel
+from bench import real as bench
+from bench import real_models as models
+from bench.real_models import RealModel
 from tests.server.helpers.live_server import live_server
 
 # These tests write and read gigabytes on disks of unknown speed.
@@ -88,8 +88,8 @@ def ask_with_a_stock_client(url: str) -> None:
 def test_the_bench_of_real_models_runs_with_fewer_layers(
     large: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stages, "STREAMS", (4,))
-    monkeypatch.setattr(stages, "RATE_REPEATS", 1)
+    monkeypatch.setattr(bench, "STREAMS", (4,))
+    monkeypatch.setattr(bench, "RATE_REPEATS", 1)
     out = large / "result.json"
     args = ["--model", "llama-3.2-1b", "--layers", "1", "--variants", "2", "--new", "4"]
     bench.main([*args, "--dir", str(large), "--out", str(out)])

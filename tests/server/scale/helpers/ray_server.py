@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from bench.scale.ray_cluster import haproxy_environment
+from bench.ray_cluster import haproxy_environment
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.server.helpers.live_server import (

@@ -1,1 +1,0 @@
-"""Measures honest streams beside a hostile tenant."""

@@ -1,1 +1,0 @@
-"""Measures HTTP beside the bare engine: `python -m bench.http`."""

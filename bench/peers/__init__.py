@@ -1,1 +1,0 @@
-"""Other ways to answer the requests of `bench.throughput`."""

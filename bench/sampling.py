@@ -42,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "top_k 20, top_p 0.95": {"top_k": 20, "top_p": 0.95},
     "min_p 0.05": {"min_p": 0.05},
     "repetition_penalty 1.1": {"repetition_penalty": 1.1},
+    "frequency and presence 0.5": {"frequency_penalty": 0.5, "presence_penalty": 0.5},
+    "logit_bias of 1,000 ids": {"logit_bias": tuple((token, 1.0) for token in range(1000))},
     "logprobs 5": {"logprobs": 5},
     # Rows with rules of a generation config are changed one by one before.
     "4,096 ids suppressed": {"rules": GenerationRules(suppress_tokens=id_list(range(4096)))},
@@ -53,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eta_cutoff 0.0003": {"rules": GenerationRules(eta_cutoff=0.0003)},
 }
 PROMPT_TOKENS = 1000
+GENERATED_TOKENS = 500
 # Rows that transformers' warpers compute, of which the time is per row.
 WARPED_ROWS = 2
 
@@ -104,8 +107,12 @@ def measure(
 def _samplers(num_rows: int, vocabulary: int, params: dict[str, Any]) -> list[tuple[Sampler, int]]:
     generator = torch.Generator().manual_seed(1)
     prompt = PromptHistory(tuple(torch.randint(vocabulary, (PROMPT_TOKENS,), generator=generator).tolist()))
-    sampling = SamplingParams(seed=0, **params)
-    return [(Sampler(sampling, index, prompt), vocabulary) for index in range(num_rows)]
+    generated = torch.randint(vocabulary, (GENERATED_TOKENS,), generator=generator).tolist()
+    samplers = [Sampler(SamplingParams(seed=0, **params), index, prompt) for index in range(num_rows)]
+    for sampler in samplers:
+        for token in generated:
+            sampler.add(token)
+    return [(sampler, vocabulary) for sampler in samplers]
 
 
 def _warpers(params: dict[str, Any]) -> LogitsProcessorList:

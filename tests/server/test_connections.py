@@ -6,6 +6,7 @@ import asyncio
 import errno
 import itertools
 import socket
+import time
 from contextlib import ExitStack
 from functools import partial
 from unittest import mock
@@ -171,7 +172,7 @@ def test_a_turn_reads_no_further_piece_when_those_before_took_long(monkeypatch: 
 
     async def main() -> None:
         reading, times = ReadingTurns(), itertools.count()
-        monkeypatch.setattr(connections.time, "thread_time", lambda: 0.9 * READING_S * next(times))
+        monkeypatch.setattr(time, "thread_time", lambda: 0.9 * READING_S * next(times))
         # The first tells when the turn began.
         assert [reading.begin() for _ in range(4)] == [True, True, False, False]
         await asyncio.sleep(0)

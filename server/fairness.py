@@ -220,10 +220,12 @@ class FairLimiter:
             _, tick, tenant = turn
             if self._entries.get(tenant) != tick:
                 continue
-            share = next(filter(self._has_permit_for, self._waiting[tenant]), None)
-            if share is not None:
-                self._serve(share)
-                break
+            # Of a tenant with all its permits no share is looked at: thousands may wait.
+            if self._taken_by_tenant[tenant] < self._permits_per_tenant:
+                share = next(filter(self._has_permit_for, self._waiting[tenant]), None)
+                if share is not None:
+                    self._serve(share)
+                    break
             passed.append(turn)
         for turn in passed:
             heapq.heappush(self._turns, turn)

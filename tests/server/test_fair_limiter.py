@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server.errors import QueueFull
-from server.fairness import FairLimiter
+from server.fairness import FairLimiter, Share
 
 
 def limiter_of(**sizes: int) -> FairLimiter:
@@ -244,5 +244,31 @@ def test_nobody_has_a_debt_when_all_were_idle() -> None:
         for name in ("b1", "a2", "c1"):
             await tasks.end(name)
         assert tasks.order == ["a1", "b1", "a2", "c1"]
+
+    run(test())
+
+
+def test_the_waiting_shares_of_a_tenant_with_all_its_permits_cost_others_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_looked_at = 0
+    has_permit_for = FairLimiter._has_permit_for
+
+    def counted(limiter: FairLimiter, share: Share) -> bool:
+        nonlocal num_looked_at
+        num_looked_at += 1
+        return has_permit_for(limiter, share)
+
+    async def test() -> None:
+        nonlocal num_looked_at
+        tasks = Tasks(limiter_of(num_permits=2, permits_per_share=1, max_waiting=8, permits_per_tenant=1))
+        for number in range(100):
+            await tasks.start(f"a.{chr(1000 + number)}")
+        await tasks.start("b.x")
+        monkeypatch.setattr(FairLimiter, "_has_permit_for", counted)
+        await tasks.end("b.x")
+        assert num_looked_at == 0
+        await tasks.start("b.y")
+        assert tasks.order[-1] == "b.y"
 
     run(test())

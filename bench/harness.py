@@ -177,8 +177,9 @@ class Bench:
 
     def _parsed(self, argv: Sequence[str] | None) -> Namespace:
         parser = ArgumentParser(prog=f"python -m bench.{self.name}", description=self.doc)
-        sizes = parser.add_mutually_exclusive_group()
+        sizes: Any = parser
         if self.small is not None:
+            sizes = parser.add_mutually_exclusive_group()
             sizes.add_argument(
                 "--small", action="store_true", help=f"{self.small}; writes JSON only with --out"
             )

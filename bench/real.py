@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import Bench, Goal, Report, at_least, at_most, option, say, seconds
+from bench.harness import Bench, Goal, Report, at_least, at_most, fixed, option, say, seconds, table_of, text
 from bench.process import Ran, Server, module, peraxis, serve_command, serving
 from bench.process import run as run_command
 from bench.real_models import CONFIGS, MAX_FINETUNES, RealModel
@@ -324,44 +324,44 @@ def _files(*directories: Path) -> list[Path]:
 
 def stage_table(figures: Mapping[str, Any]) -> str:
     """Return time and memory of each stage."""
-    rows = [
-        ("reading the base's files", _s(figures["read_base"]["seconds"]), ""),
-        (
-            "compress, weights only",
-            _s(_median(figures["compress"], "seconds")),
-            _gb(_most(figures["compress"], "peak_bytes")),
+    serve, compressed, uploads = figures["serve"], figures["compress"], figures["upload"]
+    dropped, growth = figures["checkpoint_dropped"], f"+{_gb(_most(uploads, 'growth_bytes'))}"
+    stages = {
+        "reading the base's files": (figures["read_base"]["seconds"], ""),
+        "compress, weights only": (_median(compressed, "seconds"), _gb(_most(compressed, "peak_bytes"))),
+        "full checkpoint with safetensors, page cache dropped": (
+            dropped["total_s"],
+            _gb(dropped["peak_bytes"]),
         ),
-        (
-            "full checkpoint with safetensors, page cache dropped",
-            _s(figures["checkpoint_dropped"]["total_s"]),
-            _gb(figures["checkpoint_dropped"]["peak_bytes"]),
-        ),
-    ]
+    }
     if "checkpoint_warm" in figures:
-        rows.append(("the same, page cache warm", _s(figures["checkpoint_warm"]["total_s"]), ""))
-    serve = figures["serve"]
-    rows += [
-        ("serve, first start to ready", _s(serve["ready_s"]), _gb(serve["peak_bytes_at_start"])),
-        ("serve, later start to ready", _s(figures["serve_again"]["ready_s"]), ""),
-        ("serve, with all slots filled and used", "", _gb(serve["peak_bytes"])),
-        (
-            "upload of one variant",
-            _s(_median(figures["upload"], "seconds")),
-            f"+{_gb(_most(figures['upload'], 'growth_bytes'))}",
-        ),
-        ("`sha256sum` of the same file", _s(_median(figures["upload"], "sha256sum_s")), ""),
-        ("plain copy of as many bytes", _s(figures["plain_copy_s"]), ""),
-    ]
-    return table(("stage", "seconds", "peak memory, GB"), [*rows, *_load_rows(figures)])
+        stages["the same, page cache warm"] = (figures["checkpoint_warm"]["total_s"], "")
+    stages |= {
+        "serve, first start to ready": (serve["ready_s"], _gb(serve["peak_bytes_at_start"])),
+        "serve, later start to ready": (figures["serve_again"]["ready_s"], ""),
+        "serve, with all slots filled and used": (None, _gb(serve["peak_bytes"])),
+        "upload of one variant": (_median(uploads, "seconds"), growth),
+        "`sha256sum` of the same file": (_median(uploads, "sha256sum_s"), ""),
+        "plain copy of as many bytes": (figures["plain_copy_s"], ""),
+    }
+    for cache in ("dropped", "warm"):
+        if loads := figures.get(f"load_{cache}"):
+            stages[f"load of a variant, page cache {cache}"] = (_median(loads, "total"), "")
+            first_token_s = _median(loads, "first_token_s")
+            stages[f"first token of a cold variant, page cache {cache}"] = (first_token_s, "")
+    stages["first token of a resident variant"] = (figures["first_token_resident_s"], "")
+    if merge := figures.get("merge"):
+        stages["merge to a stock checkpoint"] = (merge["seconds"], _gb(merge["peak_bytes"]))
+    rows = [(stage, "" if spent is None else _s(spent), memory) for stage, (spent, memory) in stages.items()]
+    return table(("stage", "seconds", "peak memory, GB"), rows)
 
 
-def rate_table(figures: Mapping[str, Any]) -> str:
-    """Return tokens per second by number of streams."""
-    rows = [
-        (str(row["streams"]), f"{row['base']:.1f}", f"{row['one variant']:.1f}", f"{row['all variants']:.1f}")
-        for row in figures["tokens_per_s"]
-    ]
-    return table(("streams", "base", "one variant", "all variants mixed"), rows)
+RATES = {
+    "streams": text("streams"),
+    "base": fixed("base"),
+    "one variant": fixed("one variant"),
+    "all variants mixed": fixed("all variants"),
+}
 
 
 def likeness(figures: Mapping[str, Any]) -> str:
@@ -395,20 +395,20 @@ def fit_table(figures: Mapping[str, Any]) -> str:
 
 def goals(figures: Mapping[str, Any]) -> list[Goal]:
     """Return the goals of a served model; the limit of the 8B's artifact holds for smaller models, too."""
-    serve, memory = figures["serve"], figures["serve"]["memory"]
-    beside = serve["peak_bytes"] - sum(memory.values())
-    load, checkpoint = _median(figures["load_dropped"], "total"), figures["checkpoint_dropped"]["total_s"]
-    upload, checksum = _median(figures["upload"], "seconds"), _median(figures["upload"], "sha256sum_s")
+    serve, compressed, uploads = figures["serve"], figures["compress"], figures["upload"]
+    beside = serve["peak_bytes"] - sum(serve["memory"].values())
+    load_s, checkpoint = _median(figures["load_dropped"], "total"), figures["checkpoint_dropped"]["total_s"]
+    upload, checksum = _median(uploads, "seconds"), _median(uploads, "sha256sum_s")
     # The first upload starts the worker that checks uploads, which stays.
-    growth, compress = _most(figures["upload"][1:], "growth_bytes"), figures["compress"]
+    growth = _most(uploads[1:], "growth_bytes")
     most_ready = 1.3 * figures["read_base"]["seconds"] + 20
     four = next(row for row in figures["tokens_per_s"] if row["streams"] == 4)
-    slowest, largest = _median(compress, "seconds"), _most(compress, "peak_bytes")
+    slowest, largest = _median(compressed, "seconds"), _most(compressed, "peak_bytes")
     mixed = four["all variants"] / four["base"]
     return [
         at_most("artifact, GB", figures["artifact_bytes"] / 1e9, 1.02),
-        at_most("load of a variant, dropped / plain copy", load / figures["plain_copy_s"], 2.5),
-        at_least("full checkpoint / load of a variant, dropped", checkpoint / load, 10),
+        at_most("load of a variant, dropped / plain copy", load_s / figures["plain_copy_s"], 2.5),
+        at_least("full checkpoint / load of a variant, dropped", checkpoint / load_s, 10),
         at_most("upload / `sha256sum`", upload / checksum, 2),
         at_most("memory of an upload, MiB", growth / 2**20, 64),
         at_most("start to ready, s", serve["ready_s"], most_ready),
@@ -417,18 +417,6 @@ def goals(figures: Mapping[str, Any]) -> list[Goal]:
         at_most("compress, minutes", slowest / 60, 10),
         at_least("4 streams: all variants mixed / base", mixed, 0.8),
     ]
-
-
-def _load_rows(figures: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield loads and first tokens, and the merge of a large model."""
-    for cache in ("dropped", "warm"):
-        if loads := figures.get(f"load_{cache}"):
-            yield f"load of a variant, page cache {cache}", _s(_median(loads, "total")), ""
-            first_token_s = _median(loads, "first_token_s")
-            yield f"first token of a cold variant, page cache {cache}", _s(first_token_s), ""
-    yield "first token of a resident variant", _s(figures["first_token_resident_s"]), ""
-    if merge := figures.get("merge"):
-        yield "merge to a stock checkpoint", _s(merge["seconds"]), _gb(merge["peak_bytes"])
 
 
 def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
@@ -465,8 +453,8 @@ def report(args: Namespace) -> Report:
         "serve": list(run.flags),
         "statistic": "median",
     }
-    rates = f"Tokens per second:\n\n{rate_table(run.figures)}"
-    parts = [stage_table(run.figures), rates, likeness(run.figures)]
+    table_of_rates = table_of(RATES, run.figures["tokens_per_s"])
+    parts = [stage_table(run.figures), f"Tokens per second:\n\n{table_of_rates}", likeness(run.figures)]
     return Report(settings, run.figures, parts, goals(run.figures), conditions=conditions)
 
 
@@ -502,7 +490,7 @@ def _file(args: Namespace) -> str | None:
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peraxis" / "bench"
 OPTIONS = (
-    option("--model", choices=tuple(CONFIGS), required=True),
+    option("--model", choices=CONFIGS, required=True),
     option("--layers", None, "fewer layers than the model has; writes JSON only with --out", type=int),
     option("--variants", 4, choices=range(2, 1 + MAX_FINETUNES)),
     option("--new", 32, "tokens of each answer, where rates are measured"),

@@ -77,6 +77,14 @@ def test_a_bench_with_a_folder_measures_in_a_directory_that_is_removed(tmp_path:
     assert not seen[0].exists()
 
 
+def test_a_bench_of_one_size_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        Bench("tiny", "Measure nothing.", report, folder="a disk")(["--help"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: python -m bench.tiny [-h] [--dir DIR] [--out OUT]")
+    assert "Measure nothing." in printed
+
+
 def test_options_that_exclude_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     bench = Bench("tiny", None, report, [option("--large", False, instead_of_small=True)], small="less")
     with pytest.raises(SystemExit):

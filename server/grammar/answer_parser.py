@@ -181,6 +181,7 @@ PYTHON_CALL = re.compile(
     re.DOTALL,
 )
 PYTHON_ARGUMENT = re.compile(r'(\w++)\s*+=\s*+("(?:[^"\\]|\\.)*+")', re.DOTALL)
+WORD_ENDS = re.compile(r"\s+|(?<=>)(?=\w)")
 RECIPIENT = re.compile(r"\bto=(functions\.)?([A-Za-z0-9_.-]{1,128})")
 T = TypeVar("T")
 # The machine stops at each yield for more text.
@@ -286,7 +287,7 @@ class AnswerParser:
             tags = dict.fromkeys(syntax.more_tags, self._tagged)
             if syntax.tag:
                 read = {"json": self._json, "named": self._named, "fields": self._fields}[syntax.kind]
-                first, *others = syntax.tag.split()
+                first, *others = _words(syntax.tag)
                 tags[first] = read
                 if syntax.kind == "fields":
                     # Models leave the first word out.
@@ -427,7 +428,7 @@ class AnswerParser:
     def _is_another(self) -> Steps[bool]:
         """Take the beginning of a further call in the same section, or drop the section's end."""
         assert self._syntax is not None
-        words = self._syntax.again.split()
+        words = _words(self._syntax.again)
         if not words or not (yield from self._expect(words[0], self._show)):
             yield from self._end(self._syntax.section_end.split())
             return False
@@ -563,7 +564,7 @@ class AnswerParser:
 
     def _rest_of(self, tag: str, number: int = 0) -> Steps[None]:
         """Take the words of a tag behind one of them."""
-        for word in tag.split()[number + 1 :]:
+        for word in _words(tag)[number + 1 :]:
             yield from self._one_of((word,))
 
     def _required(self, markers: Collection[str], take: Take) -> Steps[str]:
@@ -651,6 +652,11 @@ class AnswerParser:
 
 def _drop(text: str) -> None:
     """Take text that belongs to no part."""
+
+
+def _words(tag: str) -> list[str]:
+    """Return the words of a tag; tokenizers may add a space behind a special token, too."""
+    return [word for word in WORD_ENDS.split(tag) if word]
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import heapq
 import random
 import sys
-from abc import ABC, abstractmethod
 from argparse import Namespace
 from bisect import bisect
 from collections import Counter, OrderedDict, deque
@@ -163,16 +162,16 @@ class Replica:
         self._advance()
 
 
-class Policy(ABC):
+class Policy:
     """Chooses replicas. `observe` is called at every report, and `ended` at the end of each request."""
 
-    @abstractmethod
-    def choose(self, variant: str) -> Replica: ...
+    def choose(self, variant: str) -> Replica:
+        raise NotImplementedError
 
-    def observe(self, replicas: Sequence[Replica]) -> None:  # noqa: B027
+    def observe(self, replicas: Sequence[Replica]) -> None:
         pass
 
-    def ended(self, replica: Replica) -> None:  # noqa: B027
+    def ended(self, replica: Replica) -> None:
         pass
 
 

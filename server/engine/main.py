@@ -125,6 +125,9 @@ def serve_engine(
             with without_collection():
                 if settings.backend == "vllm":
                     building.enter_context(compiling(user_cache_dir()))
+                    log.info(
+                        "vLLM loads and compiles the model: a first start takes minutes, a later one less"
+                    )
                     from server.engine.vllm_backend import build_vllm_engine as build_engine
                 else:
                     from server.engine.build import build_engine

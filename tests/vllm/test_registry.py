@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from peraxis_vllm import registry as own
 from peraxis_vllm import section_of
-from peraxis_vllm.registry import Follower, label_of, path_of
+from peraxis_vllm.registry import Follower, check_server, label_of, path_of
 
 from bench.engine import publish
 from deltastore.errors import NotServable
@@ -164,3 +164,34 @@ def test_the_plugin_acts_only_with_a_registry_and_with_lora(
 def test_stages_of_a_pipeline_are_refused(family: Family) -> None:
     with pytest.raises(NotServable, match=r"not divided among stages.*--tensor-parallel-size"):
         section_of(config(family.base, pipeline_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("has_lora", "asks_resolvers", "where", "named"),
+    [
+        (False, True, "", "--enable-lora --max-loras N"),
+        (True, False, "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+        (True, True, "mistyped", "mistyped, which is no directory"),
+        (True, True, "file", "file, which is no directory"),
+    ],
+)
+def test_a_server_that_would_know_no_variant_does_not_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_lora: bool,
+    asks_resolvers: bool,
+    where: str,
+    named: str,
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PERAXIS_VLLM_REGISTRY", str(tmp_path / where))
+    with pytest.raises(NotServable, match=named):
+        check_server(has_lora=has_lora, asks_resolvers=asks_resolvers)
+
+
+@pytest.mark.parametrize("where", [None, "s3://bucket/prefix"])
+def test_a_server_with_all_that_it_needs_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str | None
+) -> None:
+    monkeypatch.setenv("PERAXIS_VLLM_REGISTRY", where or str(tmp_path))
+    check_server(has_lora=True, asks_resolvers=True)

@@ -13,6 +13,7 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,27 @@ def section_of_server(vllm_config: Any) -> dict[str, Any] | None:
         "num_slots": lora.max_loras,
         "slot_headroom": float(os.environ.get(HEADROOM, DEFAULT_HEADROOM)),
     }
+
+
+def check_server(*, has_lora: bool, asks_resolvers: bool) -> None:
+    """Refuse to start a server on a registry where every variant would be an unknown model.
+
+    Args:
+        has_lora: vLLM was started with `--enable-lora`.
+        asks_resolvers: vLLM asks for models that it does not know.
+
+    Raises:
+        NotServable: says what is missing.
+    """
+    where = location() or ""
+    if not has_lora:
+        raise NotServable(f"{REGISTRY} is set: start vLLM with --enable-lora --max-loras N, or unset it")
+    if not asks_resolvers:
+        raise NotServable(f"{REGISTRY} is set: set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, too, or unset it")
+    if not is_bucket(where) and not Path(where).is_dir():
+        raise NotServable(
+            f"{REGISTRY} is {where}, which is no directory: name the --registry of peraxis serve"
+        )
 
 
 def open_registry(where: str) -> Registry:
@@ -235,6 +257,7 @@ class RegistryManager(DeltaManager):
 
 def register_server() -> None:
     """Let vLLM's own server find variants by their names. vLLM calls this in each of its processes."""
+    from vllm import envs
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.lora.request import LoRARequest
     from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
@@ -256,6 +279,8 @@ def register_server() -> None:
     stock_init: Any = OpenAIServingModels.__init__
 
     def __init__(self: Any, engine_client: Any, *args: Any, **kwargs: Any) -> None:
+        has_lora = engine_client.vllm_config.lora_config is not None
+        check_server(has_lora=has_lora, asks_resolvers=envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING)
         stock_init(self, engine_client, *args, **kwargs)
         follower.follow(self, engine_client)
 

@@ -30,9 +30,10 @@ from server.scale.request_router import VariantRequestRouter
 
 
 def haproxy_environment(directory: Path, is_on: bool) -> dict[str, str]:
-    """Return the variables of Ray Serve that turn HAProxy on or off, with all its files in a directory.
+    """Return the variables of Ray Serve that turn HAProxy on or off, with all its files in a directory and free ports.
 
-    By default they lie in one directory of the machine, and a replica of the ingress ends after 30 s without requests.
+    By default a machine has one such directory and one port of each kind, and a replica of the ingress ends after 30 s
+    without requests.
     """
     paths = {
         "CONFIG_FILE_LOC": "haproxy.cfg",
@@ -45,6 +46,7 @@ def haproxy_environment(directory: Path, is_on: bool) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
         **{f"RAY_SERVE_HAPROXY_{name}": str(directory / path) for name, path in paths.items()},
+        **{f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")},
     }
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import random
 import sys
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from bisect import bisect
 from collections import Counter, OrderedDict, deque
@@ -162,17 +163,18 @@ class Replica:
         self._advance()
 
 
-class Policy:
+class Policy(ABC):
     """Chooses replicas. `observe` is called at every report, and `ended` at the end of each request."""
 
+    @abstractmethod
     def choose(self, variant: str) -> Replica:
-        raise NotImplementedError
+        """Return the replica of the next request of a variant."""
 
-    def observe(self, replicas: Sequence[Replica]) -> None:
-        pass
+    def observe(self, replicas: Sequence[Replica]) -> None:  # noqa: B027
+        """Take in a report; most policies read none."""
 
-    def ended(self, replica: Replica) -> None:
-        pass
+    def ended(self, replica: Replica) -> None:  # noqa: B027
+        """Take in the end of a request; most policies count none."""
 
 
 class Random(Policy):

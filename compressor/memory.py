@@ -303,7 +303,7 @@ class FitBounds:
             group = min(samples, MAX_GROUP, 1 << (max(1, part // kv).bit_length() - 1))
             more = min(every, part) + int(1.2 * group * kv) + 2 * FLOAT32_BYTES * group * vocabulary
             yield self._stage("sampling text", 0, block + 2 * table + kv, more)
-        if self.recipe.layers is not None:
+        if self.recipe.layer_stage is not None:
             groups = {(name.rsplit(".", 2)[0], shape[1]) for name, shape in shapes.matrices.items()}
             read = (
                 sum(width for _, width in groups) + hidden

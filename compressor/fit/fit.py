@@ -1,9 +1,10 @@
-"""Fit deltas to calibration text in four stages: layers, spend, distill, test.
+"""Fit deltas to calibration text: the layer stage, spending of spare bytes, the end-to-end stage, and a test.
 
-Layers are fitted one after the other, spare bytes go to the matrices where they help most, scales and signs train end
-to end, and text that nothing was fitted to gives the fidelity. A `Recipe` has the values in which recipes differ. A
-`CheckpointStore` keeps the results of a stage, so that an interrupted run continues with the next block or epoch and
-gives the same bytes.
+The layer stage is stages 1 and 2 of the paper's Algorithm 1, and the end-to-end stage is its stage 3. Between them,
+spare bytes go to the matrices where they help most. The test gives the fidelity on text that nothing was fitted to. A
+`Recipe` has the values in which recipes differ, and `TextSplit` says which text each stage sees. A `CheckpointStore`
+keeps the results of a stage, so that an interrupted run continues with the next block or epoch and gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from compressor.fit import least_squares, paper
 from compressor.fit.budget import embedding_upgrades, measure, spend
 from compressor.fit.calibration import calibration_text, split_text
 from compressor.fit.distill import Distillation, Teacher, TeacherTargets, divergence
-from compressor.fit.layers import LayerStage, Layerwise
-from compressor.fit.recipe import LayerInputs, Recipe
+from compressor.fit.layerwise import LayerStage, Layerwise
+from compressor.fit.recipe import LayerStageContext, Recipe
 from compressor.fit.student import Student
 from compressor.fit.trainable import Trainable
 from compressor.pairs import TensorPair
@@ -64,9 +65,14 @@ class Fitted:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextSplit:
-    """Calibration text by its use; sequences are ``[tokens]`` int64."""
+    """Calibration text by its use; sequences are ``[tokens]`` int64.
 
-    layers: list[Tensor]
+    Validation and test text are the last tenth. With `ours`, the end-to-end stage sees all the rest, and the layer
+    stage the first part of the same sequences, in which `least_squares.layer_stage` replaces half of the tokens by
+    random ids. With `paper`, the layer stage sees the first quarter of the rest, and the end-to-end stage the others.
+    """
+
+    layer_text: list[Tensor]
     end_to_end: list[Tensor]
     validation: list[Tensor]  # to choose between axes, epochs and upgrades
     test: list[Tensor]  # for the fidelity alone
@@ -75,8 +81,8 @@ class TextSplit:
     def of(cls, sequences: Sequence[Tensor], recipe: Recipe, widest: int) -> TextSplit:
         """Split off validation and test text, and give the other sequences to the stages as the recipe says."""
         train, validation, test = split_text(sequences)
-        layers, end_to_end = recipe.split(len(train), widest)
-        return cls(train[layers], train[end_to_end], validation, test)
+        layer_text, end_to_end = recipe.split(len(train), widest)
+        return cls(train[layer_text], train[end_to_end], validation, test)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +120,8 @@ class Fit:
 
         deltas = self._stored_deltas()
         if deltas is None:
-            layers = self._fit_layers(text.layers, validation)
-            deltas = self._spend(layers, validation)
+            fitted = self._fit_layers(text.layer_text, validation)
+            deltas = self._spend(fitted, validation)
         if self.recipe.distillation.epochs:
             deltas = self._distill(deltas, teacher.targets(text.end_to_end), validation)
         fidelity, base = self._test(deltas, teacher.targets(text.test))
@@ -146,8 +152,8 @@ class Fit:
     def _fit_layers(self, sequences: Sequence[Tensor], validation: TeacherTargets) -> dict[str, FittedMatrix]:
         """Fit layer by layer, from the first block on that the store lacks; other matrices from weights alone."""
         layerwise = Layerwise(self.pairs, self.finetune, self.method, validation.teacher.device)
-        if self.recipe.layers is not None:
-            inputs = LayerInputs(
+        if self.recipe.layer_stage is not None:
+            context = LayerStageContext(
                 finetune=self.finetune,
                 pairs=self.pairs,
                 sequences=sequences,
@@ -156,7 +162,7 @@ class Fit:
                 with_upgrades=self.spare_bytes > 0,
                 device=layerwise.device,
             )
-            self._run_layerwise(layerwise, self.recipe.layers(inputs))
+            self._run_layerwise(layerwise, self.recipe.layer_stage(context))
         return {
             name: layerwise.fitted.get(name) or FittedMatrix(layerwise.delta(name)) for name in self.pairs
         }
@@ -177,13 +183,13 @@ class Fit:
             layerwise.run(stage, first, on_block)
 
     def _spend(
-        self, layers: Mapping[str, FittedMatrix], validation: TeacherTargets
+        self, fitted: Mapping[str, FittedMatrix], validation: TeacherTargets
     ) -> Mapping[str, MatrixDelta]:
         """Allocate spare bytes to the upgrades that save most KL; return one delta per matrix."""
-        deltas = {name: matrix.delta for name, matrix in layers.items()}
+        deltas = {name: matrix.delta for name, matrix in fitted.items()}
         if self.spare_bytes:
             student = self._student(deltas, validation.teacher.device)
-            upgrades = {name: matrix.upgrades for name, matrix in layers.items() if matrix.upgrades}
+            upgrades = {name: matrix.upgrades for name, matrix in fitted.items() if matrix.upgrades}
             upgrades |= embedding_upgrades(student, deltas, self.method)
             kl_saved = measure(student, validation.first(MEASURED_SEQUENCES), upgrades)
             deltas = spend(self.spare_bytes, deltas, upgrades, kl_saved)

@@ -18,9 +18,9 @@ from torch import Tensor
 from compressor.config import FitSettings, Method
 from compressor.fit.calibration import batched, with_random_tokens
 from compressor.fit.distill import DistillSettings
-from compressor.fit.layers import LayerStage, StudentBlock
-from compressor.fit.recipe import LayerInputs, Recipe
-from compressor.fit.signs import CHUNK_WEIGHTS, Problem
+from compressor.fit.layerwise import LayerStage, StudentBlock
+from compressor.fit.problem import CHUNK_WEIGHTS, Problem
+from compressor.fit.recipe import LayerStageContext, Recipe
 from compressor.fit.solve import Solved, low_rank, quarter_rank, remaining, solve
 from compressor.pairs import TensorPair
 from compressor.resume import FittedMatrix
@@ -52,7 +52,7 @@ def recipe(settings: FitSettings, method: Method) -> Recipe:
         batch_tokens=BATCH_SEQUENCES * settings.calibration.length,
         min_samples=4,
         split=partial(_split, settings.calibration.length),
-        layers=partial(layer_stage, settings, method),
+        layer_stage=partial(layer_stage, settings, method),
         distillation=DistillSettings(
             loss="kl",
             epochs=EPOCHS if epochs is None else epochs,
@@ -68,12 +68,12 @@ def recipe(settings: FitSettings, method: Method) -> Recipe:
     )
 
 
-def layer_stage(settings: FitSettings, method: Method, inputs: LayerInputs) -> LayerStage:
+def layer_stage(settings: FitSettings, method: Method, context: LayerStageContext) -> LayerStage:
     """Fit layers to text in which random ids replace a part of the tokens."""
     rounds = SIGN_ROUNDS if settings.refine_signs else 0
-    sequences = with_random_tokens(inputs.sequences, inputs.num_ids, RANDOM_PART)
+    sequences = with_random_tokens(context.sequences, context.num_ids, RANDOM_PART)
     batches = batched(sequences, BATCH_SEQUENCES * settings.calibration.length)
-    return LayerStage(batches, moments, partial(solve_layer, method, rounds, inputs.with_upgrades))
+    return LayerStage(batches, moments, partial(solve_layer, method, rounds, context.with_upgrades))
 
 
 def solve_layer(

@@ -5,8 +5,8 @@ AdamW trains scales on squared error, in each layer and then end to end.
 ===  ===================================================  ============================================
 no.  in the paper                                         here
 ===  ===================================================  ============================================
-1    layer-wise compression with cached activations       `recipe`; its loop: `layers.Layerwise.run`
-2    end-to-end calibration of all vectors                `end_to_end`; its loop: `distill.Distillation`
+1    layer-wise compression with cached activations       `recipe`; its loop: `layerwise.Layerwise.run`
+2    end-to-end calibration of all vectors                `end_to_end_settings`; `distill.Distillation`
 3    calibration caches of a layer                        `gather_inputs` and `calibration_caches`
 4    training of a layer's scaling vector                 `train_scales` and `layer_error`
 5    end-to-end validation loss                           `EndLoss`
@@ -46,8 +46,8 @@ from compressor.decoder.weights import Overlay, Weights, weight_with_delta
 from compressor.fidelity import last_hiddens
 from compressor.fit.calibration import batched
 from compressor.fit.distill import DistillSettings
-from compressor.fit.layers import LayerStage, StudentBlock
-from compressor.fit.recipe import LayerInputs, Recipe
+from compressor.fit.layerwise import LayerStage, StudentBlock
+from compressor.fit.recipe import LayerStageContext, Recipe
 from compressor.pairs import TensorPair
 from compressor.resume import FittedMatrix
 from deltastore.errors import UsageError
@@ -82,8 +82,8 @@ def recipe(settings: FitSettings, method: Method) -> Recipe:
         batch_tokens=BATCH_SEQUENCES * settings.calibration.length,
         min_samples=8,
         split=_split,
-        layers=None if method == "scalar" else partial(layer_stage, settings),
-        distillation=end_to_end(settings, method),
+        layer_stage=None if method == "scalar" else partial(layer_stage, settings),
+        distillation=end_to_end_settings(settings, method),
         settings={
             "rate": settings.rate,
             "cosine": settings.cosine,
@@ -94,7 +94,7 @@ def recipe(settings: FitSettings, method: Method) -> Recipe:
     )
 
 
-def layer_stage(settings: FitSettings, inputs: LayerInputs) -> LayerStage:
+def layer_stage(settings: FitSettings, context: LayerStageContext) -> LayerStage:
     """Stages 1 and 2 of Algorithm 1 for one run: Algorithm 3 gathers, and Algorithm 6 solves."""
     training = ScaleTrainingSettings(
         batch_rows=settings.calibration.length,
@@ -104,11 +104,11 @@ def layer_stage(settings: FitSettings, inputs: LayerInputs) -> LayerStage:
     )
     end_loss = None
     if settings.axis_loss == "end":
-        end_loss = EndLoss(inputs.finetune, inputs.pairs, inputs.validation, inputs.device)
-    num_validation_tokens = sum(ids.numel() for ids in inputs.validation)
-    batches = batched(inputs.sequences, BATCH_SEQUENCES * settings.calibration.length)
+        end_loss = EndLoss(context.finetune, context.pairs, context.validation, context.device)
+    num_validation_tokens = sum(ids.numel() for ids in context.validation)
+    batches = batched(context.sequences, BATCH_SEQUENCES * settings.calibration.length)
     solve = partial(compress_layer, training, num_validation_tokens, end_loss)
-    return LayerStage([*batches, *inputs.validation], gather_inputs, solve)
+    return LayerStage([*batches, *context.validation], gather_inputs, solve)
 
 
 def _split(num_train: int, widest: int) -> tuple[slice, slice]:
@@ -121,8 +121,8 @@ def _solve_bytes(numel: int, in_features: int) -> int:
     return 6 * 4 * numel
 
 
-def end_to_end(settings: FitSettings, method: Method) -> DistillSettings:
-    """Algorithm 2: train all scales at once on ``|| logits of W_f - logits of the student ||^2``.
+def end_to_end_settings(settings: FitSettings, method: Method) -> DistillSettings:
+    """Settings of Algorithm 2, which trains all scales at once on ``|| logits of W_f - logits of the student ||^2``.
 
     AdamW in the scales' own units at a constant rate; the last epoch's scales are kept.
     """

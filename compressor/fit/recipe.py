@@ -14,13 +14,13 @@ from torch import Tensor
 
 from compressor.decoder.weights import Weights
 from compressor.fit.distill import DistillSettings
-from compressor.fit.layers import LayerStage
+from compressor.fit.layerwise import LayerStage
 from compressor.pairs import TensorPair
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerInputs:
-    """The models and the text that layers are fitted to."""
+class LayerStageContext:
+    """The models and the text of the layer stage."""
 
     finetune: Weights
     pairs: Mapping[str, TensorPair]  # the matrices to code
@@ -41,7 +41,7 @@ class Recipe:
     # stage, and those of the end-to-end stage.
     split: Callable[[int, int], tuple[slice, slice]]
     # None where deltas from weights alone go straight into the end-to-end stage.
-    layers: Callable[[LayerInputs], LayerStage] | None
+    layer_stage: Callable[[LayerStageContext], LayerStage] | None
     distillation: DistillSettings  # left out where `epochs` is 0
     settings: Mapping[str, Any]  # that this recipe alone reads and that change an artifact's bytes
     # Bytes of memory in which a matrix of so many weights and input features is solved.

@@ -1,7 +1,13 @@
-"""Signs and scales of one matrix from the moments of its inputs, without a training loop, and the residual they leave.
+"""Signs and scales of one matrix, without a training loop, and the low-rank residual that they leave.
 
-A coded delta is ``u_i B_ij v_j``: given the signs B and one of the scales u (out) and v (in), the other has a closed
-form by least squares. Signs for given scales are chosen by `signs.py`.
+A coded delta is ``delta_ij = u_i B_ij v_j`` with signs B. `both` minimizes ``||R - X delta'||^2`` (`problem.py`) in
+turns. Each of the scales has a closed form when the signs and the other are given:
+
+    u_i = (B_i . G_i) / (B_i H B_i')           with the columns of B scaled by v,
+    (H o B'B) v = sum_i B_i o G_i              with the rows of B scaled by u,
+
+where B_i and G_i are rows and o is the elementwise product. `signs.py` chooses the signs when both are given. The other
+methods have one of the scales, or a single number.
 """
 
 from __future__ import annotations
@@ -11,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.fit.signs import SIGN_RIDGE, Problem, cholesky, descend_signs, own_signs, refine_signs
+from compressor.fit.problem import Problem, cholesky
+from compressor.fit.signs import SIGN_RIDGE, descend_signs, own_signs, refine_signs
 from deltastore.format.matrix import Axis
 
 Scales = tuple[Tensor | None, Tensor | None]  # out, [out] or [1]; in, [in]; None where an axis has none
@@ -64,7 +71,9 @@ def solve_scales(
     rounds: int = 8,
     start: Tensor | None = None,  # [in]
 ) -> Scales:
-    """Scales of least loss for these signs; `both` alternates, each step of which lowers the loss, `rounds` at most.
+    """Scales of least loss for these signs; `both` alternates, `rounds` at most.
+
+    Each step lowers the loss with a ridge of `SCALE_RIDGE`; `scaled_loss` is the loss without one.
 
     A scale that no input decides is that of least weight error. It is zero where the difference and the target are.
 
@@ -101,7 +110,7 @@ def scaled_loss(problem: Problem, signs: Tensor, scale_out: Tensor | None, scale
 def remaining(problem: Problem, coded: Tensor) -> Problem:
     """Return the problem of the difference that ``coded`` ``[out, in]`` leaves.
 
-    With D = coded + D' the targets become R - X coded', so G' = G - coded H.
+    With D = coded + D_rest the targets become R - X coded', so G_rest = G - coded H.
     """
     coded = coded.to(problem.difference.device)
     cross = problem.cross.float() - coded @ problem.gram.float()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from compressor.config import Calibration, CompressConfig, FitSettings
-from compressor.fit.layers import Layerwise
+from compressor.fit.layerwise import Layerwise
 from compressor.pipeline import compress
 from compressor.resume import SUFFIX, CheckpointStore
 from deltastore.errors import FidelityError, StorageFull, UsageError

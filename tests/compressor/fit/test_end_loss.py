@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from compressor.fit import paper
 from compressor.fit.calibration import batched
-from compressor.fit.layers import LayerStage, Layerwise, StudentBlock
+from compressor.fit.layerwise import LayerStage, Layerwise, StudentBlock
 from compressor.fit.paper import (
     ActivationCache,
     AxisChoice,

@@ -168,12 +168,13 @@ def test_the_paper_takes_other_text_for_its_layers_than_for_the_end() -> None:
     paper = recipe_of(FitSettings(SELF, recipe="paper"), "per-axis")
     split = TextSplit.of(text, paper, widest=WIDE)
     parts = [
-        [int(ids) for ids in part] for part in (split.layers, split.end_to_end, split.validation, split.test)
+        [int(ids) for ids in part]
+        for part in (split.layer_text, split.end_to_end, split.validation, split.test)
     ]
     assert [len(part) for part in parts] == [45, 135, 10, 10]
     assert sorted(itertools.chain.from_iterable(parts)) == list(range(200))
     ours = TextSplit.of(text, recipe_of(FitSettings(SELF), "both"), widest=WIDE)
-    assert len(ours.layers) == len(ours.end_to_end) == 180
+    assert len(ours.layer_text) == len(ours.end_to_end) == 180
 
 
 def adapted(models: TinyModels, directory: Path) -> Path:

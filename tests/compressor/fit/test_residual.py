@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.fit.signs import SIGN_RIDGE, Problem
+from compressor.fit.problem import Problem
+from compressor.fit.signs import SIGN_RIDGE
 from compressor.fit.solve import low_rank, quarter_rank, remaining, solve
 from deltastore.format.matrix import Axis
 from tests.compressor.helpers.fitting import dense64, normal, random_delta

@@ -19,7 +19,7 @@ from compressor.fit.paper import (
     layer_error,
     train_scales,
 )
-from compressor.fit.signs import Problem
+from compressor.fit.problem import Problem
 from compressor.fit.solve import solve_scales
 from tests.compressor.helpers.fitting import normal
 from tests.compressor.helpers.paper_oracle import coded, squared_error, trained_scales

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compressor.fit import solve as solve_module
-from compressor.fit.signs import Problem
+from compressor.fit.problem import Problem
 from compressor.fit.solve import solve, solve_scales
 from deltastore.format.matrix import Axis
 from tests.compressor.helpers.layer_problems import Drawn, close, dense, drawn, layer_loss, normal, numbers

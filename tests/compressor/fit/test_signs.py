@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compressor.fit import signs as signs_module
-from compressor.fit.signs import SIGN_RIDGE, Problem, descend_signs, refine_signs
+from compressor.fit.problem import Problem
+from compressor.fit.signs import SIGN_RIDGE, descend_signs, refine_signs
 from compressor.fit.solve import solve_scales
 from tests.compressor.helpers.layer_problems import Drawn, dense, drawn, normal, ridge_loss, ridge_of
 

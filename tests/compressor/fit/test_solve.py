@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compressor.fit import signs as signs_module
-from compressor.fit.signs import Problem, descend_signs, refine_signs
+from compressor.fit import problem as problem_module
+from compressor.fit.problem import Problem
+from compressor.fit.signs import descend_signs, refine_signs
 from compressor.fit.solve import solve, solve_scales
 from deltastore.format.matrix import AXES, Axis
 from tests.compressor.helpers.layer_problems import close, dense, drawn, layer_loss, normal
@@ -116,7 +117,7 @@ def test_a_gram_that_rounding_made_indefinite_is_solved_all_the_same() -> None:
 def test_row_chunks_change_nothing(axis: Axis, monkeypatch: pytest.MonkeyPatch) -> None:
     case = drawn(11, 14)
     whole = solve(case.problem, axis)
-    monkeypatch.setattr(signs_module, "CHUNK_WEIGHTS", 3 * 14)
+    monkeypatch.setattr(problem_module, "CHUNK_WEIGHTS", 3 * 14)
     chunked = solve(case.problem, axis)
     assert torch.equal(chunked.signs, whole.signs)
     assert close(
@@ -145,5 +146,5 @@ def test_a_gram_in_float64_and_factors_in_float32_give_the_same_signs(
 ) -> None:
     case = drawn(8, 20)
     wide = solve(replace(case.problem, gram=case.problem.gram.double()), "both")
-    monkeypatch.setattr(signs_module, "FLOAT64_INPUTS", 0)
+    monkeypatch.setattr(problem_module, "FLOAT64_INPUTS", 0)
     assert torch.equal(solve(case.problem, "both").signs, wide.signs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compressor.fit.signs import NOISE, Problem
+from compressor.fit.problem import NOISE, Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)

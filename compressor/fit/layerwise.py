@@ -2,8 +2,8 @@
 
 The loop of the paper's Algorithm 1. Teacher and student run one block at a time, and a recipe's `LayerStage` finds each
 matrix. The student is the fine-tune with its coded matrices in place of its own (paper, section 2: X from the
-compressed stack so far, Y from the fine-tune). Embeddings, and matrices that no forward reaches with every token
-(experts), are coded from weights alone.
+compressed stack so far, Y from the fine-tune), so tensors that are not coded, such as norms, are the fine-tune's
+throughout. Embeddings, and matrices that no forward reaches with every token (experts), are coded from weights alone.
 """
 
 from __future__ import annotations
@@ -124,10 +124,13 @@ class Layerwise:
         block: StudentBlock,
     ) -> None:
         """Code linear layers with common inputs and give the student their new weights."""
+        # Stage 1, Algorithm 3.
         gathered = stage.gather(teacher_inputs, block.inputs(group[0].path))
         for linear in group:
             pair = self.pairs[linear.name]
+            # Stage 2, Algorithm 6.
             fitted = self.fitted[linear.name] = stage.solve(pair, gathered, block)
+            # ReplaceLayer.
             weight = block.block.get_submodule(linear.path).get_parameter("weight")
             weight.data.copy_(weight_with_delta(pair, fitted.delta))
 

@@ -6,8 +6,12 @@ has sequences keeps its slot for `min_resident_s`, and then:
 - Once other variants have waited for half of `cold_wait_s`, it is closed: no sequence of it is admitted any more, and
   its slot is free when its running sequences have ended.
 - Once a variant has waited for `cold_wait_s`, a slot is freed at once: the running sequences of the resident variant
-  with the fewest sequences are preempted. Recomputation is charged to a budget refilled by recompute_share; no forced
-  eviction while it is overdrawn, so throughput cannot collapse.
+  that loses the fewest tokens are preempted. Recomputation is charged to a budget refilled by recompute_share; no
+  forced eviction while it is overdrawn, so throughput cannot collapse.
+
+A tenant's waiting variants take slots from its own variants, and from those of tenants that hold more slots than it
+does. So a tenant with one variant keeps its slot while another one has a hundred waiting. What a tenant takes from
+itself is charged to a budget of its own, which has half of the refill, so that it delays no other tenant's turn.
 
 Loads go to the tenant that had the fewest, and few of one tenant are under way at a time (`Residency.may_load`), so one
 tenant's hundred waiting variants do not delay another tenant's one.
@@ -25,7 +29,8 @@ the KV cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain, islice, takewhile
@@ -94,10 +99,14 @@ class SlotPolicy:
         self._constants = constants
         # Tokens that may be recomputed because of forced evictions and of shares of rows; none while it is negative.
         self._recompute_budget = 0.0
+        # The same for what tenants take from themselves; those that may not are here.
+        self._own_budgets: dict[str, float] = {}
+        # Slots that each tenant has sequences for.
+        self._num_held: Counter[str] = Counter()
         self._variants: dict[str, ScheduledVariant] = {}
         self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
         self._waiting_by_tenant = SlotQueue(residency.may_load)
-        self._overdue_by_tenant = SlotQueue(residency.may_load)
+        self._overdue_by_tenant = SlotQueue(self._may_take)
         # Variants to open at the end of the next update if they still wait and are resident then.
         self._maybe_resident: list[ScheduledVariant] = []
 
@@ -108,6 +117,7 @@ class SlotPolicy:
             return
         variant = self._variants.get(queue.version) or self._add(queue.version, now)
         variant.num_waiting += 1
+        self._count_tenant(sequence.tenant, variant, 1)
         queue.is_open = variant.state is SlotState.OPEN
         if queue not in variant.queues:
             variant.queues[queue] = None
@@ -127,6 +137,7 @@ class SlotPolicy:
         if sequence.queue.version is not None:
             variant = self._variants[sequence.queue.version]
             del variant.running[sequence.arrival]
+            self._count_tenant(sequence.tenant, variant, -1)
             self._release_unused(variant, now)
 
     def leave(self, sequence: Sequence, now: float) -> None:
@@ -134,12 +145,13 @@ class SlotPolicy:
         if sequence.queue.version is not None:
             variant = self._variants[sequence.queue.version]
             self._stop_waiting(sequence, variant)
+            self._count_tenant(sequence.tenant, variant, -1)
             self._release_unused(variant, now)
 
     def load_ended(self, version: str, now: float) -> None:
         """Note the end of a load, whether this policy began it and whether it failed or not."""
-        self._waiting_by_tenant.load_ended()
-        self._overdue_by_tenant.load_ended()
+        self._waiting_by_tenant.look_again()
+        self._overdue_by_tenant.look_again()
         variant = self._variants.get(version)
         if variant is None:
             return
@@ -162,7 +174,9 @@ class SlotPolicy:
         self._reopen()
         while (loads := self._waiting_by_tenant.first()) is not None and self._load(loads, now):
             loads.counter += 1
-        while (loads := self._overdue_by_tenant.first()) is not None and self._free_slot(now, preempt):
+        while (loads := self._overdue_by_tenant.first()) is not None and self._free_slot(
+            loads.tenant, now, preempt
+        ):
             if not self._load(loads, now):
                 break
             loads.counter += 1
@@ -180,9 +194,15 @@ class SlotPolicy:
 
     def refill_recompute_budget(self, num_tokens: int) -> None:
         """Refill the budget for recomputation by its share of the tokens that a step computed."""
-        self._recompute_budget = min(
-            0.0, self._recompute_budget + self._constants.recompute_share * num_tokens
-        )
+        refill = self._constants.recompute_share * num_tokens
+        if self._recompute_budget < 0 and self._own_budgets:
+            refill /= 2
+        self._recompute_budget = min(0.0, self._recompute_budget + refill)
+        if self._own_budgets:
+            part = refill / len(self._own_budgets)
+            left = {tenant: budget + part for tenant, budget in self._own_budgets.items()}
+            self._own_budgets = {tenant: budget for tenant, budget in left.items() if budget < 0}
+            self._overdue_by_tenant.look_again()
 
     def _mark_overdue(self, now: float) -> None:
         waiting = self._in_state[SlotState.WAITING]
@@ -215,17 +235,30 @@ class SlotPolicy:
 
     def _close_for_waiting(self, now: float) -> None:
         """Close one open variant per variant that has waited `CLOSE_AFTER * cold_wait_s`, less those closed already."""
-        num_held = len(self._in_state[SlotState.OPEN]) + len(self._in_state[SlotState.CLOSED])
+        num_closed = len(self._in_state[SlotState.CLOSED])
+        num_held = len(self._in_state[SlotState.OPEN]) + num_closed
         latest = now - self._constants.cold_wait_s * CLOSE_AFTER
         waiting_for_long = takewhile(lambda variant: variant.waiting_since <= latest, self._longest_waiting())
-        num_missing = sum(1 for _ in islice(waiting_for_long, num_held)) - len(
-            self._in_state[SlotState.CLOSED]
-        )
-        if num_missing > 0:
-            still_open = [v for v in self._evictable(now) if v.state is SlotState.OPEN]
-            for variant in sorted(still_open, key=_eviction_key)[:num_missing]:
-                self._close(variant)
-                self._release_unused(variant, now)
+        missing = list(islice(waiting_for_long, num_held))[num_closed:]
+        if not missing:
+            return
+        still_open = [variant for variant in self._evictable(now) if variant.state is SlotState.OPEN]
+        still_open.sort(key=lambda variant: (variant.num_sequences, variant.opened_at))
+        # As it will be when closed variants have given their slots to those that wait.
+        num_held_by, refused = self._num_held.copy(), set[str]()
+        for waiting in missing:
+            tenant = min(waiting.tenants, key=num_held_by.__getitem__)
+            if tenant in refused:
+                continue
+            victim = next((v for v in still_open if _gives(v, tenant, num_held_by)), None)
+            if victim is None:
+                refused.add(tenant)
+                continue
+            still_open.remove(victim)
+            num_held_by.subtract(victim.tenants.keys())
+            num_held_by.update(waiting.tenants.keys())
+            self._close(victim)
+            self._release_unused(victim, now)
 
     @property
     def _num_waiting(self) -> int:
@@ -245,17 +278,45 @@ class SlotPolicy:
             for queue in variant.queues:
                 self._queue.open(queue)
 
-    def _free_slot(self, now: float, preempt: Callable[[Sequence], None]) -> bool:
-        """Free the slot of the variant that loses least by preempting its sequences; False if the budget is spent."""
-        if not self.may_recompute:
-            return False
-        progressed = (variant for variant in self._evictable(now) if variant.has_progressed)
-        victim = min(progressed, key=_eviction_key, default=None)
+    def _may_take(self, tenant: str) -> bool:
+        """Return whether a tenant may take a slot from some variant, sooner or later."""
+        held = chain(self._in_state[SlotState.CLOSED].values(), self._in_state[SlotState.OPEN].values())
+        return self._residency.may_load(tenant) and any(
+            _gives(variant, tenant, self._num_held) and not self._is_overdrawn(variant, tenant)
+            for variant in held
+        )
+
+    def _is_overdrawn(self, victim: ScheduledVariant, tenant: str) -> bool:
+        """Return whether a tenant that takes its own variant's slot has recomputed too much for such turns."""
+        return _is_own(victim, tenant) and tenant in self._own_budgets
+
+    def _free_slot(self, tenant: str, now: float, preempt: Callable[[Sequence], None]) -> bool:
+        """Free a slot for a tenant by preempting the sequences that lose fewest tokens; False if it may not now."""
+        candidates = (
+            variant
+            for variant in self._evictable(now)
+            if variant.has_progressed
+            and _gives(variant, tenant, self._num_held)
+            and not self._is_overdrawn(variant, tenant)
+            and (self.may_recompute or _is_own(variant, tenant))
+        )
+        victim = min(
+            candidates,
+            key=lambda variant: (
+                variant.state is SlotState.OPEN,
+                variant.num_computed_tokens,
+                variant.opened_at,
+            ),
+            default=None,
+        )
         if victim is None:
             return False
         self._close(victim)
+        if not _is_own(victim, tenant):
+            self._recompute_budget -= victim.num_computed_tokens
+        elif victim.num_computed_tokens:
+            self._own_budgets[tenant] = -float(victim.num_computed_tokens)
         for sequence in list(victim.running.values()):
-            self.charge_recompute_budget(sequence)
             preempt(sequence)
         self._release_unused(victim, now)
         return True
@@ -306,6 +367,23 @@ class SlotPolicy:
         for queue in variant.queues:
             self._await_slot(queue, variant)
 
+    def _count_tenant(self, tenant: str, variant: ScheduledVariant, change: int) -> None:
+        """Count a sequence of a tenant to a variant, or uncount it."""
+        before = variant.tenants[tenant]
+        variant.tenants[tenant] = before + change
+        if not variant.tenants[tenant]:
+            del variant.tenants[tenant]
+        if not (before and variant.tenants[tenant]) and not variant.state.is_waiting:
+            self._count_held([tenant], change)
+
+    def _count_held(self, tenants: Iterable[str], change: int) -> None:
+        """Count a slot that tenants have sequences for, or uncount it."""
+        for tenant in tenants:
+            self._num_held[tenant] += change
+            if not self._num_held[tenant]:
+                del self._num_held[tenant]
+        self._overdue_by_tenant.look_again()
+
     def _await_slot(self, queue: VariantQueue, variant: ScheduledVariant) -> None:
         self._waiting_by_tenant.add(queue.tenant.name, variant)
         if variant.state is SlotState.OVERDUE:
@@ -340,16 +418,25 @@ class SlotPolicy:
         else:
             self._in_state[state][version] = variant
             variant.state = state
-        if old.is_waiting and (state is None or not state.is_waiting):
+        was_waiting, is_waiting = old.is_waiting, state is None or state.is_waiting
+        if was_waiting and (state is None or not is_waiting):
             for queue in variant.queues:
                 self._remove_waiting(queue, variant)
+        if was_waiting != is_waiting:
+            self._count_held(variant.tenants, -1 if is_waiting else 1)
         if old.is_held and (state is None or not state.is_held):
             self._residency.release(version)
 
 
-def _eviction_key(variant: ScheduledVariant) -> tuple[bool, int, float]:
-    """Key whose minimum is evicted first: closed variants, then those with the fewest sequences, opened first."""
-    return variant.state is SlotState.OPEN, variant.num_sequences, variant.opened_at
+def _is_own(victim: ScheduledVariant, tenant: str) -> bool:
+    """Return whether a tenant alone uses a variant."""
+    return victim.tenants.keys() == {tenant}
+
+
+def _gives(victim: ScheduledVariant, tenant: str, num_held: Mapping[str, int]) -> bool:
+    """Return whether a variant may lose its slot to a tenant: its own, or one of tenants that hold more slots each."""
+    own = num_held.get(tenant, 0)
+    return all(other == tenant or num_held[other] > own for other in victim.tenants)
 
 
 class SlotState(Enum):
@@ -383,10 +470,16 @@ class ScheduledVariant:
     num_waiting: int = 0  # sequences
     running: dict[int, Sequence] = field(default_factory=dict)  # by arrival
     queues: dict[VariantQueue, None] = field(default_factory=dict)  # those with waiting sequences
+    tenants: Counter[str] = field(default_factory=Counter)  # of the sequences
 
     @property
     def num_sequences(self) -> int:
         return self.num_waiting + len(self.running)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that its running sequences would compute again."""
+        return sum(sequence.num_computed_tokens for sequence in self.running.values())
 
     @property
     def has_progressed(self) -> bool:
@@ -398,7 +491,7 @@ class SlotQueue:
     """Variants that wait for a slot; the next one goes to the oldest of the tenant with the fewest loads.
 
     Args:
-        may_load: whether one more load of a tenant may begin; asked again after `load_ended`.
+        may_load: whether one more load of a tenant may begin; asked again after `look_again`.
     """
 
     def __init__(self, may_load: Callable[[str], bool]) -> None:
@@ -422,8 +515,8 @@ class SlotQueue:
             self._full.append(loads)
         return loads
 
-    def load_ended(self) -> None:
-        """Look again at the tenants that could begin no load."""
+    def look_again(self) -> None:
+        """Ask again about the tenants that could begin no load."""
         full, self._full = self._full, []
         for loads in full:
             loads.may_load = True

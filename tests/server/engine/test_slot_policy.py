@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -87,6 +88,32 @@ def test_one_tenants_many_cold_variants_do_not_delay_another_tenants() -> None:
     simulate(sim, [*flood, one])
     assert one.first_token_s < LIMITS.constants.cold_wait_s + 1.0
     assert max(sequence.first_token_s for sequence in flood) > 20.0
+
+
+def flood_of_versions(num_prompt: int = 32) -> list[SimSequence]:
+    """Make four long sequences of each of 300 variants of one tenant, all at the beginning."""
+    return [SimSequence(f"f{i}", "flood", f"f{i // 4}", num_prompt, 400, 0.1) for i in range(1200)]
+
+
+def longest_gap_s(sequence: SimSequence) -> float:
+    return max(later - earlier for earlier, later in itertools.pairwise(sequence.token_times))
+
+
+@pytest.mark.parametrize("num_prompt", [32, 1000])
+def test_a_tenant_with_one_variant_keeps_its_slot_beside_one_with_hundreds(num_prompt: int) -> None:
+    sim = Simulation(LIMITS, residency=SimResidency(4, 0.1))
+    streams = [SimSequence(f"s{i}", "light", "v", 32, 600, 0.0) for i in range(2)]
+    simulate(sim, [*streams, *flood_of_versions(num_prompt)], until_s=60.0)
+    for stream in streams:
+        assert stream.num_preempted == 0
+        assert longest_gap_s(stream) < 0.5
+
+
+def test_a_tenant_without_a_slot_takes_one_of_a_tenant_that_has_many() -> None:
+    sim = Simulation(LIMITS, residency=SimResidency(4, 0.1))
+    late = [SimSequence(f"s{i}", "light", f"v{i}", 32, 20, 5.0 + 3.0 * i) for i in range(6)]
+    simulate(sim, [*flood_of_versions(), *late], until_s=60.0)
+    assert max(sequence.first_token_s for sequence in late) < LIMITS.constants.cold_wait_s + 1.0
 
 
 def test_one_tenants_loads_into_free_slots_do_not_delay_another_tenants() -> None:

@@ -18,24 +18,16 @@ from torch import Tensor
 
 from compressor.codec import Coded, Map, code_matrix, measured, row_blocks, workers
 from compressor.config import Method
+from compressor.names import check_names, listed, unread_names, warn, warn_of_stale_index, with_base_names
 from compressor.writer import CodedMatrix, DeltaTensor
 from deltastore.base import architecture, different_facts
-from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
+from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor, is_computed
 from deltastore.console import rounded
 from deltastore.errors import CheckpointError
 from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane, largest_of_plane, largest_of_residual
 from deltastore.format.validate import LARGEST_SCALE
-
-# Old checkpoints hold tables that transformers computes and does not load.
-COMPUTED_SUFFIXES = (
-    "rotary_emb.inv_freq",
-    ".attention.bias",
-    ".attention.masked_bias",
-    ".attn.bias",
-    ".attn.masked_bias",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +85,14 @@ class TensorPair:
         """True if any value differs or rows were added. Reads until the first difference."""
         return self.added_rows > 0 or any(self.row_block(rows).any() for rows in row_blocks(self.shape))
 
+    def is_same_bytes(self) -> bool:
+        """True if both sides store the same bytes in one dtype and shape, integers included."""
+        ours, theirs = self.tensor, self.base_tensor
+        return (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) and torch.equal(
+            self.finetune.read(ours.name).view(-1).view(torch.uint8),
+            self.base.read(theirs.name).view(-1).view(torch.uint8),
+        )
+
     def added(self) -> Tensor | None:
         """Return the rows that the base lacks, in the fine-tune's dtype; None without any."""
         if not self.added_rows:
@@ -138,10 +138,15 @@ def is_finite(tensor: Tensor) -> bool:
 def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     """Check that a delta can carry the fine-tune and pair the tensors in layer order; reads at most a tied head.
 
+    Names that differ by a common prefix are one. Tensors that the model does not read are left out, with a warning.
+
     Raises:
         CheckpointError: another architecture, other names, shapes that differ, a shrunk vocabulary, integer weights.
     """
     check_architecture(base.config, finetune.config, base.path, finetune.path)
+    for checkpoint in (base, finetune):
+        warn_of_stale_index(checkpoint)
+    finetune = with_base_names(base, finetune)
     base_head = None if base.is_tied() else base.head_name
     head = None if finetune.is_tied() else finetune.head_name
     # By name in the artifact, the names of the base's and the fine-tune's tensor.
@@ -150,21 +155,43 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
         pairs[head] = (base.embedding_name, head)
     if base_head and not head and finetune.embedding_name:
         pairs[base_head] = (base_head, finetune.embedding_name)
-    missing = sorted(_names(base, base_head) - pairs.keys())
-    unknown = sorted(name for name, (source, _) in pairs.items() if source not in base.tensors)
+    missing = _names(base, base_head) - pairs.keys()
+    unknown = {name for name, (source, _) in pairs.items() if source not in base.tensors}
     if missing or unknown:
-        raise CheckpointError(
-            f"{finetune.path}: its tensors are not the base's (missing: {_listed(missing)}; "
-            f"unknown: {_listed(unknown)}): give the base that it was tuned from"
-        )
+        check_names(base, finetune, missing, unknown)
     paired = [
         TensorPair(name, base, finetune, base.tensors[source], finetune.tensors[target])
         for name, (source, target) in sorted(pairs.items(), key=lambda item: layer_order(item[0]))
+        if name not in unknown
     ]
+    return Pairs(base, finetune, _read_pairs(paired), tied=base_head is None and head is None)
+
+
+def _read_pairs(paired: Sequence[TensorPair]) -> list[TensorPair]:
+    """Return the pairs that a delta can carry; others that the model does not read are left out.
+
+    Raises:
+        CheckpointError: the model reads one of them.
+    """
+    unfit = {}
     for pair in paired:
-        _check_shapes(pair)
-        _check_dtypes(pair)
-    return Pairs(base, finetune, paired, tied=base_head is None and head is None)
+        try:
+            _check_dtypes(pair)
+            _check_shapes(pair)
+        except CheckpointError as error:
+            unfit[pair.name] = error
+    if not unfit:
+        return list(paired)
+    unread = unread_names(paired[0].base.config, unfit)
+    if read := [error for name, error in unfit.items() if name not in unread]:
+        raise read[0]
+    different = [pair.name for pair in paired if pair.name in unfit and not pair.is_same_bytes()]
+    if different:
+        warn(
+            f"{paired[0].finetune.path}: {listed(different)}: left out of the delta, because its model does not read "
+            "them"
+        )
+    return [pair for pair in paired if pair.name not in unfit]
 
 
 def check_architecture(
@@ -177,14 +204,9 @@ def check_architecture(
     """
     if different := different_facts(architecture(base), architecture(finetune)):
         raise CheckpointError(
-            f"{finetune_name}: its configuration differs from that of {base_name} in {_listed(different)}, "
+            f"{finetune_name}: its configuration differs from that of {base_name} in {listed(different)}, "
             "which a delta cannot carry: give the base that it was tuned from"
         )
-
-
-def is_computed(name: str) -> bool:
-    """True if a tensor is a table that transformers computes itself."""
-    return name.endswith(COMPUTED_SUFFIXES)
 
 
 def layer_order(name: str) -> tuple[int, list[tuple[int, str]]]:
@@ -204,15 +226,21 @@ def _names(checkpoint: Checkpoint, head: str | None) -> set[str]:
     return {name for name in checkpoint.tensors if name not in skipped and not is_computed(name)}
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "none"
-
-
 def _check_shapes(pair: TensorPair) -> None:
     actual, expected = pair.tensor.shape, pair.base_tensor.shape
     if actual == expected:
         return
-    is_vocabulary = pair.name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES)) and actual[1:] == expected[1:]
+    for own, other, stored in ((actual, expected, pair.tensor), (expected, actual, pair.base_tensor)):
+        if 0 in own and 0 not in other:
+            raise CheckpointError(
+                f"{stored.file}: tensor {stored.name!r} is empty, as DeepSpeed's ZeRO-3 leaves parameters that it "
+                "did not gather: run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save"
+            )
+    is_vocabulary = (
+        pair.name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES))
+        and len(actual) == len(expected) > 0
+        and actual[1:] == expected[1:]
+    )
     if is_vocabulary and actual[0] > expected[0]:
         return
     if is_vocabulary:

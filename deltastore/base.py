@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltastore.errors import CheckpointError
+from deltastore.errors import CheckpointError, failures_as
 from deltastore.format.header import MAX_NAME_CHARS
 
 if TYPE_CHECKING:
@@ -85,22 +85,20 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: transformers knows the model type and refuses the configuration.
     """
-    # Deferred: both take a second to import.
-    from huggingface_hub.errors import StrictDataclassError
+    # Deferred: it takes a second to import.
     from transformers import CONFIG_MAPPING, AutoConfig
 
     # Copied, because transformers changes its argument.
     facts: Any = json.loads(json.dumps(config))
-    if facts.get("model_type") in CONFIG_MAPPING:
-        try:
+    with failures_as(_refused_config):
+        if facts.get("model_type") in CONFIG_MAPPING:
             facts = AutoConfig.for_model(**facts).to_dict()
-        except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-            reason = " ".join(str(error).split())
-            raise CheckpointError(
-                f"config.json: transformers refuses it: {reason}; fetch the file again"
-            ) from error
     kept = {key: value for key, value in facts.items() if key not in FREE_CONFIG}
     return dict(_plain(json.loads(json.dumps(kept, default=str))))
+
+
+def _refused_config(reason: str) -> CheckpointError:
+    return CheckpointError(f"config.json: transformers refuses it: {reason}; fetch the file again")
 
 
 def different_facts(facts: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:

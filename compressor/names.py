@@ -10,12 +10,14 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltastore.errors import CheckpointError, failures_as
+from deltastore.errors import ArtifactError, CheckpointError, failures_as
+from deltastore.format.header import parse_json
 
 # For types alone, because it imports transformers, which takes seconds.
 if TYPE_CHECKING:
@@ -186,6 +188,43 @@ def warn_of_stale_index(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: {SINGLE_FILE} is read, as transformers does, and {shards[0]} beside it is not: "
             "one of the two is left from another save, remove it"
         )
+
+
+CARD, MAX_CARD_BYTES = "README.md", 1 << 20
+
+
+def tuned_from(directory: Path) -> list[str]:
+    """Return the models that a directory's card, adapter or configuration says it was tuned from."""
+    found = list(_named_in_card(directory / CARD))
+    for file, key in (("adapter_config.json", "base_model_name_or_path"), ("config.json", "_name_or_path")):
+        try:
+            document = parse_json((directory / file).read_bytes(), file)
+        except (OSError, ArtifactError):
+            # Readers that need the file report it.
+            continue
+        if isinstance(document, dict) and isinstance(name := document.get(key), str) and name:
+            found.append(name)
+    return found
+
+
+def _named_in_card(card: Path) -> Iterator[str]:
+    """Yield what `base_model` names in the front matter of a model card."""
+    # Deferred, because most commands need it not.
+    import yaml
+
+    try:
+        with card.open(encoding="utf-8") as file:
+            text = file.read(MAX_CARD_BYTES)
+        front = re.match(r"\ufeff?---\s*\n(.*?)\n---", text, re.DOTALL)
+        with failures_as(CheckpointError):
+            document = yaml.safe_load(front[1]) if front else None
+    except (OSError, ValueError, CheckpointError):
+        # A card is for people, and may be anything.
+        return
+    named = document.get("base_model") if isinstance(document, dict) else None
+    yield from (
+        name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str) and name
+    )
 
 
 def listed(names: list[str]) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,15 +19,25 @@ from torch import Tensor
 
 from compressor.codec import Coded, Map, code_matrix, measured, row_blocks, workers
 from compressor.config import Method
-from compressor.names import check_names, listed, unread_names, warn, warn_of_stale_index, with_base_names
+from compressor.names import (
+    TUNED_FROM,
+    check_names,
+    listed,
+    tuned_from,
+    unread_names,
+    warn,
+    warn_of_stale_index,
+    with_base_names,
+)
 from compressor.writer import CodedMatrix, DeltaTensor
 from deltastore.base import architecture, different_facts
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor, is_computed
 from deltastore.console import rounded
-from deltastore.errors import CheckpointError
+from deltastore.errors import CheckpointError, shown
 from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane, largest_of_plane, largest_of_residual
+from deltastore.format.sizes import is_matrix
 from deltastore.format.validate import LARGEST_SCALE
 
 
@@ -268,6 +279,88 @@ def _not_finite(stored: StoredTensor) -> CheckpointError:
         f"{stored.file}: tensor {stored.name!r} holds NaN or infinity: "
         "the checkpoint is damaged, or its training diverged"
     )
+
+
+# Of a matrix, weights that are compared, in this number of places. Matrices that are compared at most, evenly spread.
+SAMPLED_NUMEL, SAMPLED_PLACES, SAMPLED_MATRICES = 1 << 16, 8, 256
+# The least cosine of two matrices of which one was tuned from the other. Independent ones have 0, and a fine-tune whose
+# difference is as large as its base has 0.7.
+RELATED_COSINE = 0.3
+# Matrices, and the share of them, that may be unrelated, such as layers that were initialised again.
+FEW, FEW_SHARE = 3, 0.1
+
+
+def check_related(pairs: Pairs) -> None:
+    """Refuse a base of which many matrices are as far from the fine-tune's as those of an independent model.
+
+    Compares at most 128 KiB of each side (in 16 bits) of 256 matrices, so that it costs the same for every model.
+
+    Raises:
+        CheckpointError: the fine-tune was not tuned from this base.
+    """
+    matrices = [pair for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=False)]
+    step = max(1, -(-len(matrices) // SAMPLED_MATRICES))
+    cosines = {pair.name: cosine for pair in matrices[::step] if (cosine := _cosine(pair)) is not None}
+    unrelated = [name for name, cosine in cosines.items() if not cosine >= RELATED_COSINE]
+    if len(unrelated) > max(FEW, FEW_SHARE * len(cosines)):
+        worst = min(unrelated, key=lambda name: cosines[name])
+        raise CheckpointError(
+            f"{pairs.finetune.path}: {len(unrelated)} of {len(cosines)} matrices differ from those of "
+            f"{pairs.base.path} as two independent models do ({worst}: cosine "
+            f"{cosines[worst]:.2f}): {TUNED_FROM}, or `any_base=True`"
+        )
+
+
+def _cosine(pair: TensorPair) -> float | None:
+    """Return the cosine of some rows of a matrix and of the base's; None if either has no weights but zero.
+
+    A matrix that is not finite has none, and is refused where it is coded.
+    """
+    num_rows = min(pair.shape[0], pair.tensor.shape[0])
+    numel = math.prod(pair.shape[1:])
+    if not num_rows or not numel or numel > SAMPLED_NUMEL:
+        return None
+    rows = min(num_rows, max(1, SAMPLED_NUMEL // numel // SAMPLED_PLACES))
+    places = sorted(
+        {round(part * (num_rows - rows) / (SAMPLED_PLACES - 1)) for part in range(SAMPLED_PLACES)}
+    )
+    product, ours, theirs = 0.0, 0.0, 0.0
+    for first in places:
+        block = slice(first, first + rows)
+        a = pair.base.read(pair.base_tensor.name, block).double().flatten()
+        b = pair.finetune.read(pair.tensor.name, block).double().flatten()
+        product, ours, theirs = product + float(a @ b), ours + float(a @ a), theirs + float(b @ b)
+    norms = math.sqrt(ours) * math.sqrt(theirs)
+    return product / norms if 0 < norms < math.inf else None
+
+
+def check_order(base: str, finetune: str, directories: tuple[Path, Path]) -> None:
+    """Refuse swapped arguments where the files of one say that it was tuned from the other.
+
+    Args:
+        base, finetune: as they were given: directories or hub ids.
+        directories: where their files are.
+
+    Raises:
+        CheckpointError: the base's model card or configuration names the fine-tune as its base.
+    """
+    named = [name for name in tuned_from(directories[0]) if _is_model(name, finetune, directories[1])]
+    if named and not any(_is_model(name, base, directories[0]) for name in tuned_from(directories[1])):
+        raise CheckpointError(
+            f"{directories[0]}: its files say that it was tuned from {shown(named[0])}, which is given as the "
+            "fine-tune: swap `base` and `finetune`, or give `any_base=True`"
+        )
+
+
+def _is_model(name: str, given: str, directory: Path) -> bool:
+    """True if a model's name in a card is a model that was given by its directory or id."""
+    if Path(name).is_absolute() or name.startswith("."):
+        return Path(name).exists() and directory.exists() and Path(name).samefile(directory)
+    if not Path(given).is_dir():
+        return name.lower() == given.lower()
+    # A directory is most often named after the last part of the model's id.
+    last = name.lower().rpartition("/")[2]
+    return last in (directory.name.lower(), directory.resolve().name.lower())
 
 
 Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded

@@ -24,7 +24,7 @@ from deltastore.format.header import parse_json
 from deltastore.format.layout import MAX_FILE_BYTES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 UNWANTED = ("consolidated*", "original/*")  # second copies of the weights
 
 

@@ -116,9 +116,10 @@ def whole_model(directory: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
         CheckpointError: transformers cannot load it, or finds none of its tensors for a parameter.
     """
     with failures_as(lambda reason: CheckpointError(f"{directory}: transformers cannot load it: {reason}")):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
+        model, info = loaded
     if lacking := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"{directory}: transformers finds no tensor for {shown(lacking[0])} and {len(lacking) - 1} others: "

@@ -24,7 +24,7 @@ from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.console import byte_progress
 from deltastore.errors import CheckpointError, failures_as
-from deltastore.fingerprint import cached_fingerprint, fingerprint, shard_state
+from deltastore.fingerprint import cached_fingerprints, fingerprints, shard_state
 from deltastore.servable import model_class, read_config, refused_config, servable_model
 from server.deltas.layers import check_tensors
 from server.errors import Draining
@@ -86,14 +86,14 @@ def read_base(
     # Before the weights take memory.
     check_tensors(servable_model(checkpoint.path), checkpoint)
     state = shard_state(checkpoint)
-    known = cached_fingerprint(state)
+    known = cached_fingerprints(state)
     digests: dict[str, str] | None = None if known else {}
     total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
     with byte_progress(total, f"reading {checkpoint.path.name}", enabled=True, file=LogLines(log)) as bar:
         model = _load(_Reading(checkpoint, digests, stopping, bar.update), device, dtype)
     if shard_state(checkpoint) != state:
         raise CheckpointError(f"{checkpoint.path}: a shard changed while it was read: start the server again")
-    return model, Base.of(checkpoint, fingerprint=known or fingerprint(checkpoint, digests=digests))
+    return model, Base.of(checkpoint, fingerprints=known or fingerprints(checkpoint, digests=digests))
 
 
 def _load(reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from torch import Tensor
 from deltastore.base import Base, architecture, different_facts
 from deltastore.checkpoint import BLOCK_BYTES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import CheckpointError
-from deltastore.fingerprint import MAX_CACHED_FINGERPRINTS, default_cache, fingerprint
+from deltastore.fingerprint import MAX_CACHED_FINGERPRINTS, Fingerprints, default_cache, fingerprints
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 CONFIG = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 4, "rope_theta": 1e4}
@@ -52,7 +52,7 @@ def save(directory: Path, tensors: dict[str, Tensor], num_shards: int = 1) -> Pa
 
 def print_of(directory: Path) -> str:
     """Fingerprint a directory, with a cache file of its own."""
-    return fingerprint(Checkpoint.open(directory), directory.parent / f"{directory.name}.cache")
+    return fingerprints(Checkpoint.open(directory), directory.parent / f"{directory.name}.cache").own
 
 
 @pytest.fixture
@@ -179,12 +179,12 @@ def test_a_shard_that_shrinks_or_goes_later_is_an_error(whole: Path) -> None:
     with pytest.raises(CheckpointError, match=r"truncated: it ends .* fetch the shard again"):
         checkpoint.read(stored.name)
     with pytest.raises(CheckpointError, match="truncated"):
-        fingerprint(checkpoint, whole / "cache")
+        fingerprints(checkpoint, whole / "cache")
     (whole / SINGLE_FILE).unlink()
     with pytest.raises(CheckpointError, match="No such file"):
         checkpoint.read(stored.name)
     with pytest.raises(CheckpointError, match="No such file"):
-        fingerprint(checkpoint, whole / "cache")
+        fingerprints(checkpoint, whole / "cache")
 
 
 def test_the_fingerprint_of_fixed_tensors_is_known(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def num_hashed(directory: Path) -> int:
     """Count the bytes that are hashed for a directory's fingerprint, with the cache of `print_of`."""
     hashed: list[int] = []
     cache = directory.parent / f"{directory.name}.cache"
-    fingerprint(Checkpoint.open(directory), cache, hashed.append)
+    fingerprints(Checkpoint.open(directory), cache, hashed.append)
     return sum(hashed)
 
 
@@ -290,26 +290,28 @@ def test_another_file_under_the_same_name_size_and_time_is_hashed_again(whole: P
 
 def test_a_cache_keeps_the_newest_fingerprints_alone(whole: Path, tmp_path: Path) -> None:
     cache = tmp_path / "whole.cache"
-    others = {f"{number:064x}": "0" * 64 for number in range(MAX_CACHED_FINGERPRINTS)}
+    others = {f"{number:064x}": ["0" * 64] for number in range(MAX_CACHED_FINGERPRINTS)}
     cache.write_text(json.dumps(others))
     value = print_of(whole)
     known = json.loads(cache.read_text())
     assert list(known)[:-1] == list(others)[1:]
-    assert list(known.values())[-1] == value
+    assert list(known.values())[-1][0] == value
 
 
 def test_programs_that_end_together_all_remember_their_fingerprints(tmp_path: Path) -> None:
     bases = [save(tmp_path / f"base{number}", {"a": torch.full((1,), number)}) for number in range(16)]
     with ThreadPoolExecutor(16) as pool:
-        values = set(pool.map(lambda base: fingerprint(Checkpoint.open(base), tmp_path / "cache"), bases))
-    assert set(json.loads((tmp_path / "cache").read_text()).values()) == values
+        values = set(
+            pool.map(lambda base: fingerprints(Checkpoint.open(base), tmp_path / "cache").own, bases)
+        )
+    assert {own for own, *_ in json.loads((tmp_path / "cache").read_text()).values()} == values
     assert len(values) == 16
 
 
 def test_a_base_takes_a_fingerprint_that_is_known_already_and_reads_nothing(whole: Path) -> None:
     checkpoint = Checkpoint.open(whole)
     os.truncate(whole / SINGLE_FILE, 0)
-    base = Base.of(checkpoint, fingerprint="5f" * 32)
+    base = Base.of(checkpoint, fingerprints=Fingerprints("5f" * 32))
     assert base.fingerprint == "5f" * 32
     assert base.shapes[EMBEDDING] == (7, 12)
 
@@ -331,7 +333,7 @@ def test_a_user_without_a_home_has_no_cache(whole: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     assert not default_cache().exists()
-    assert fingerprint(Checkpoint.open(whole)) == print_of(whole)
+    assert fingerprints(Checkpoint.open(whole)).own == print_of(whole)
 
 
 def test_old_and_new_keys_of_one_configuration_are_the_same_facts() -> None:

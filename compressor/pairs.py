@@ -239,6 +239,12 @@ def _names(checkpoint: Checkpoint, head: str | None) -> set[str]:
 
 def _check_shapes(pair: TensorPair) -> None:
     actual, expected = pair.tensor.shape, pair.base_tensor.shape
+    is_end = pair.name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES))
+    if is_end and len(actual) != 2:
+        raise CheckpointError(
+            f"{pair.tensor.file}: tensor {pair.tensor.name!r} has shape {actual}, and it must be a matrix with a row "
+            "for each token: fetch the checkpoint again"
+        )
     if actual == expected:
         return
     for own, other, stored in ((actual, expected, pair.tensor), (expected, actual, pair.base_tensor)):
@@ -247,11 +253,7 @@ def _check_shapes(pair: TensorPair) -> None:
                 f"{stored.file}: tensor {stored.name!r} is empty, as DeepSpeed's ZeRO-3 leaves parameters that it "
                 "did not gather: run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save"
             )
-    is_vocabulary = (
-        pair.name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES))
-        and len(actual) == len(expected) > 0
-        and actual[1:] == expected[1:]
-    )
+    is_vocabulary = is_end and len(expected) == 2 and actual[1:] == expected[1:]
     if is_vocabulary and actual[0] > expected[0]:
         return
     if is_vocabulary:

@@ -203,7 +203,7 @@ def _collect(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of every shard. A shard's name is checked before it is opened."""
     single, index = path / SINGLE_FILE, path / INDEX_FILE
     # The single file wins over an index, as in transformers. A link to a missing file is an error of its own.
-    if single.exists() or single.is_symlink():
+    if os.path.lexists(single):
         return _stored(single)
     if not index.exists():
         raise CheckpointError(
@@ -269,7 +269,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _stored(file: Path) -> dict[str, StoredTensor]:
-    if file.is_symlink() and not file.exists():
+    if os.path.islink(file) and not os.path.exists(file):
         raise CheckpointError(
             f"{file}: a link to a file that is gone, as after a hub's cache was cleaned: fetch the checkpoint again"
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltastore.base import Base, architecture, different_facts
-from deltastore.checkpoint import BLOCK_BYTES, INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltastore.errors import CheckpointError
+from deltastore.checkpoint import BLOCK_BYTES, DTYPE_NAME, INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltastore.errors import CheckpointError, UsageError, failures_as
 from deltastore.fingerprint import MAX_CACHED_FINGERPRINTS, Fingerprints, default_cache, fingerprints
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -161,7 +163,7 @@ def shard_of(directory: Path, number: int) -> Path:
         ),
         (lambda d: point_elsewhere(d, ".."), "'..' is not a safetensors file of this directory"),
         (lambda d: point_elsewhere(d, "a\0.safetensors"), "null byte"),
-        (lambda d: point_elsewhere(d, "x" * 5000 + ".safetensors"), "is left from another save"),
+        (lambda d: point_elsewhere(d, "x" * 5000 + ".safetensors"), "File name too long"),
     ],
 )
 def test_a_checkpoint_that_is_not_complete_is_refused(
@@ -358,3 +360,219 @@ def test_a_configuration_of_an_unknown_model_is_taken_as_it_is() -> None:
 def test_a_configuration_that_the_library_refuses_is_an_error() -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: transformers refuses it: .*hidden_size"):
         architecture({"model_type": "llama", "hidden_size": "wide"})
+
+
+def frequencies(dtype: torch.dtype, features: int = 3, theta: float = 1e4) -> Tensor:
+    """Return the table that transformers computed and saved up to 4.31, for CONFIG's heads."""
+    return (1.0 / theta ** (torch.arange(0, features, 2).float() / features)).to(dtype)
+
+
+def identified(directory: Path) -> Base:
+    return Base.of(Checkpoint.open(directory), directory.parent / f"{directory.name}.cache")
+
+
+def old_fingerprint(tensors: dict[str, Tensor]) -> str:
+    """Compute the fingerprint as version 0.1 did: of every tensor."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        stored = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(stored).hexdigest()
+        total.update(
+            json.dumps([name, DTYPE_NAME[tensors[name].dtype], list(tensors[name].shape), digest]).encode()
+        )
+        total.update(b"\n")
+    return total.hexdigest()
+
+
+ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_base_saved_again_without_computed_tables_is_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = weights() | {QUERY: torch.ones(2, 2)}
+    old = tensors | {ROTARY: frequencies(dtype)}
+    with_tables, without = (
+        identified(save(tmp_path / "old", old)),
+        identified(save(tmp_path / "new", tensors)),
+    )
+    assert with_tables.fingerprint == without.fingerprint == old_fingerprint(tensors)
+    # Artifacts of version 0.1, which were made from either.
+    for former in (old_fingerprint(old), old_fingerprint(tensors)):
+        assert with_tables.is_named(former)
+        assert without.is_named(former)
+
+
+def test_a_table_that_no_configuration_gives_is_named_by_the_base_that_stores_it_alone(
+    tmp_path: Path,
+) -> None:
+    tensors = weights() | {QUERY: torch.ones(2, 2)}
+    old = tensors | {ROTARY: 2 * frequencies(torch.float32)}
+    with_tables, without = (
+        identified(save(tmp_path / "old", old)),
+        identified(save(tmp_path / "new", tensors)),
+    )
+    assert with_tables.is_named(old_fingerprint(old))
+    assert not without.is_named(old_fingerprint(old))
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8], ids=str)
+@pytest.mark.parametrize("has_rotary", [True, False])
+def test_masks_of_old_checkpoints_are_made_too(
+    mask_dtype: torch.dtype, has_rotary: bool, tmp_path: Path
+) -> None:
+    attention = "gpt_neox.layers.0.attention"
+    tensors = {"gpt_neox.embed_in.weight": torch.ones(7, 12), f"{attention}.dense.weight": torch.ones(2, 2)}
+    tables = {
+        f"{attention}.bias": torch.ones(5, 5).tril()[None, None].to(mask_dtype),
+        f"{attention}.masked_bias": torch.tensor(-1e9).half(),
+    }
+    if has_rotary:
+        tables[f"{attention}.rotary_emb.inv_freq"] = frequencies(torch.float16, 2)
+    config = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 2, "rotary_pct": 0.25}
+    for name, stored in (("new", tensors), ("old", tensors | tables)):
+        save(tmp_path / name, stored)
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 5}))
+    assert identified(tmp_path / "new").fingerprint == identified(tmp_path / "old").fingerprint
+    assert identified(tmp_path / "new").is_named(old_fingerprint(tensors | tables))
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"num_attention_heads": 0},
+        {"rope_theta": "wide"},
+        {"hidden_size": 1 << 40},
+        {"head_dim": [1]},
+        {"rope_parameters": "x"},
+        {"rope_parameters": {"full": {"rope_theta": 1.0}}},
+        {"model_type": "gpt2", "n_positions": 1 << 40},
+        {"rope_theta": -1},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_gives_no_tables_costs_no_fingerprint(
+    lies: dict[str, object], tmp_path: Path
+) -> None:
+    directory = save(tmp_path / "base", weights() | {QUERY: torch.ones(2, 2)})
+    value = print_of(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG | lies))
+    assert print_of(directory) == value
+
+
+def test_a_changed_weight_has_no_former_fingerprint_in_common(tmp_path: Path) -> None:
+    one, other = (
+        identified(
+            save(
+                tmp_path / name,
+                weights() | {QUERY: torch.full((2, 2), value), ROTARY: frequencies(torch.half)},
+            )
+        )
+        for name, value in (("one", 1.0), ("other", 2.0))
+    )
+    assert not {one.fingerprint, *one.former} & {other.fingerprint, *other.former}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ([], "it is empty"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "an adapter of peft ('adapter_config.json'): it is a fine",
+        ),
+        (
+            ["pytorch_model.bin"],
+            "weights as a pickle, which could run code and is not loaded ('pytorch_model.bin')",
+        ),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "weights as a pickle"),
+        (["model.Q4_K_M.gguf"], "weights in llama.cpp's form (GGUF) ('model.Q4_K_M.gguf')"),
+        (
+            ["consolidated.safetensors", "params.json"],
+            "weights in the form of the model's authors (consolidated)",
+        ),
+        (["consolidated.00.pth", "params.json"], "weights in the form of the model's authors (consolidated)"),
+        (
+            ["global_step500", "zero_to_fp32.py", "latest"],
+            "shards of DeepSpeed ('global_step500'): run its zero_to",
+        ),
+        ([".metadata", "__0_0.distcp"], "a distributed checkpoint of torch (FSDP)"),
+        (["pytorch_model_fsdp_0"], "a distributed checkpoint of torch (FSDP)"),
+        (["tf_model.h5"], "weights of another framework"),
+        (["model-00001-of-00002.safetensors"], f"shards without their index .*: fetch {INDEX_FILE}"),
+        (
+            ["model.fp16.safetensors"],
+            f"safetensors files of other names .*: rename a whole model to {SINGLE_FILE}",
+        ),
+        (["checkpoint-500", "checkpoint-1000"], "checkpoints of a training run ('checkpoint-1000')"),
+        (["model.safetensors.incomplete"], "an unfinished download"),
+        (["optimizer.pt", "notes.md"], "it holds 'notes.md', 'optimizer.pt'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_a_directory_without_a_usable_checkpoint_lists_what_it_holds(
+    files: list[str], says: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    expected = says if ".*" in says else re.escape(says)
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        Checkpoint.open(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    kind = re.escape("it holds 'config.json'") if says.startswith("it ") else expected
+    with pytest.raises(CheckpointError, match=kind):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_checkpoint_one_directory_below_is_named(whole: Path) -> None:
+    with pytest.raises(CheckpointError, match="a checkpoint in 'whole': give that directory"):
+        Checkpoint.open(whole.parent)
+
+
+def test_a_pointer_of_git_and_a_link_to_nothing_are_named(whole: Path) -> None:
+    file = whole / SINGLE_FILE
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 5\n")
+    with pytest.raises(CheckpointError, match="run `git lfs pull`"):
+        Checkpoint.open(whole)
+    file.unlink()
+    file.symlink_to("../blobs/gone")
+    with pytest.raises(CheckpointError, match="a link to a file that is gone"):
+        Checkpoint.open(whole)
+
+
+def test_an_index_of_another_save_is_named(sharded: Path) -> None:
+    shard_of(sharded, 2).rename(sharded / "model-00002-of-00002.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"names 'model-00002-of-00003.safetensors', which is not there, and not '"
+    ):
+        Checkpoint.open(sharded)
+
+
+def test_failures_of_libraries_are_one_line_and_others_pass() -> None:
+    class PanicException(BaseException):
+        """As PyO3 raises for a panic of Rust code."""
+
+    for failure in (
+        AttributeError("a\nb"),
+        Exception("\ud800\x1b"),
+        RecursionError(),
+        ImportError(),
+        PanicException("p"),
+    ):
+        with pytest.raises(CheckpointError) as caught, failures_as(CheckpointError):
+            raise failure
+        assert str(caught.value).startswith(f"{type(failure).__name__}: ")
+        assert str(caught.value).isprintable()
+        assert caught.value.__cause__ is failure
+    passing = (KeyboardInterrupt, SystemExit, MemoryError, lambda: RuntimeError("CUDA out of memory"))
+    for make in (*passing, lambda: UsageError("own")):
+        error = make()
+        with pytest.raises(type(error)) as passed, failures_as(CheckpointError):
+            raise error
+        assert passed.value is error
+    with (
+        pytest.raises(CheckpointError, match=r"OSError: no \(path\)$"),
+        failures_as(CheckpointError, hides_paths=True),
+    ):
+        raise OSError("no '/etc/secret'")

@@ -17,10 +17,9 @@ from compressor.outputs import check_free_disk
 from compressor.sources import checkpoint_directory
 from deltastore.base import Base
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError, shown
+from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError, failures_as, shown
 from deltastore.format.files import GENERATION_FILE, tokenizer_paths
 from deltastore.format.header import parse_json
-from deltastore.memory import is_out_of_memory
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -31,17 +30,6 @@ MERGED_BYTES = 4  # per weight: float32
 WRAPPERS = (".modules_to_save", ".original_module", ".token_adapter", ".base_layer")
 PROBE_TOKENS = 16
 MERGE_TOLERANCE = 1e-3  # of the logits' norm; float32 rounding stays a hundred times below
-# What peft, transformers and safetensors raise for an adapter that does not fit.
-UNUSABLE = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-    ImportError,
-    AssertionError,
-)
 
 
 @contextmanager
@@ -137,16 +125,13 @@ def _merge(adapter: Path, base: Path, out: Path) -> None:
 
     peft = _peft()
     with _quiet():
-        try:
-            model = _merged(peft, adapter, base)
-        except (*UNUSABLE, SafetensorError) as error:
-            if is_out_of_memory(error):
-                raise
-            reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
-            raise CheckpointError(
+        with failures_as(
+            lambda reason: CheckpointError(
                 f"{adapter}: peft cannot merge it over {base} ({reason}): "
                 "give the base that it was trained on, or a merged checkpoint"
-            ) from error
+            )
+        ):
+            model = _merged(peft, adapter, base)
         try:
             model.save_pretrained(out)
         except (OSError, SafetensorError) as error:
@@ -169,12 +154,13 @@ def _peft() -> ModuleType:
 def _merged(peft: ModuleType, adapter: Path, base: Path) -> Any:
     """Return the base with the adapter in its weights, once its logits equal those of the unmerged adapter."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from compressor.decoder.decoder import whole_model
 
     config = peft.PeftConfig.from_pretrained(str(adapter))
     if config.is_prompt_learning:
         raise _not_mergeable(adapter, config)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = whole_model(base, torch.float32)
     _grow(model, adapter)
     adapted = peft.PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
     if not hasattr(adapted.base_model, "merge_and_unload"):

@@ -182,6 +182,12 @@ class CompressConfig:
             "both; with the paper's recipe per-axis."
         ),
     ] = None
+    any_base: Annotated[
+        bool,
+        Option(
+            "Go on with a base that the fine-tune seems not to be tuned from, or where the two seem to be swapped."
+        ),
+    ] = False
     embeddings: Annotated[
         Literal["compress", "whole"],
         Option("Code embedding and output head at one bit, or store them as they are."),

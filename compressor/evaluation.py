@@ -100,6 +100,8 @@ def evaluate(config: EvalConfig) -> Evaluation:
 def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
     base, finetune = map(Checkpoint.open, directories)
     pairs = pair_up(base, finetune)
+    # By the base's names.
+    finetune = pairs.finetune
     with Artifact.open(config.delta) as artifact:
         check_artifact(artifact)
         check_base(artifact, identify_base(base, config.progress))

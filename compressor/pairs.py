@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,24 +19,26 @@ from torch import Tensor
 
 from compressor.codec import Coded, Map, code_matrix, measured, row_blocks, workers
 from compressor.config import Method
+from compressor.names import (
+    TUNED_FROM,
+    check_names,
+    listed,
+    tuned_from,
+    unread_names,
+    warn,
+    warn_of_stale_index,
+    with_base_names,
+)
 from compressor.writer import CodedMatrix, DeltaTensor
 from deltastore.base import architecture, different_facts
-from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
+from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor, is_computed
 from deltastore.console import rounded
-from deltastore.errors import CheckpointError
+from deltastore.errors import CheckpointError, shown
 from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane, largest_of_plane, largest_of_residual
+from deltastore.format.sizes import is_matrix
 from deltastore.format.validate import LARGEST_SCALE
-
-# Old checkpoints hold tables that transformers computes and does not load.
-COMPUTED_SUFFIXES = (
-    "rotary_emb.inv_freq",
-    ".attention.bias",
-    ".attention.masked_bias",
-    ".attn.bias",
-    ".attn.masked_bias",
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +96,14 @@ class TensorPair:
         """True if any value differs or rows were added. Reads until the first difference."""
         return self.added_rows > 0 or any(self.row_block(rows).any() for rows in row_blocks(self.shape))
 
+    def is_same_bytes(self) -> bool:
+        """True if both sides store the same bytes in one dtype and shape, integers included."""
+        ours, theirs = self.tensor, self.base_tensor
+        return (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape) and torch.equal(
+            self.finetune.read(ours.name).view(-1).view(torch.uint8),
+            self.base.read(theirs.name).view(-1).view(torch.uint8),
+        )
+
     def added(self) -> Tensor | None:
         """Return the rows that the base lacks, in the fine-tune's dtype; None without any."""
         if not self.added_rows:
@@ -138,10 +149,15 @@ def is_finite(tensor: Tensor) -> bool:
 def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     """Check that a delta can carry the fine-tune and pair the tensors in layer order; reads at most a tied head.
 
+    Names that differ by a common prefix are one. Tensors that the model does not read are left out, with a warning.
+
     Raises:
         CheckpointError: another architecture, other names, shapes that differ, a shrunk vocabulary, integer weights.
     """
     check_architecture(base.config, finetune.config, base.path, finetune.path)
+    for checkpoint in (base, finetune):
+        warn_of_stale_index(checkpoint)
+    finetune = with_base_names(base, finetune)
     base_head = None if base.is_tied() else base.head_name
     head = None if finetune.is_tied() else finetune.head_name
     # By name in the artifact, the names of the base's and the fine-tune's tensor.
@@ -150,21 +166,43 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
         pairs[head] = (base.embedding_name, head)
     if base_head and not head and finetune.embedding_name:
         pairs[base_head] = (base_head, finetune.embedding_name)
-    missing = sorted(_names(base, base_head) - pairs.keys())
-    unknown = sorted(name for name, (source, _) in pairs.items() if source not in base.tensors)
+    missing = _names(base, base_head) - pairs.keys()
+    unknown = {name for name, (source, _) in pairs.items() if source not in base.tensors}
     if missing or unknown:
-        raise CheckpointError(
-            f"{finetune.path}: its tensors are not the base's (missing: {_listed(missing)}; "
-            f"unknown: {_listed(unknown)}): give the base that it was tuned from"
-        )
+        check_names(base, finetune, missing, unknown)
     paired = [
         TensorPair(name, base, finetune, base.tensors[source], finetune.tensors[target])
         for name, (source, target) in sorted(pairs.items(), key=lambda item: layer_order(item[0]))
+        if name not in unknown
     ]
+    return Pairs(base, finetune, _read_pairs(paired), tied=base_head is None and head is None)
+
+
+def _read_pairs(paired: Sequence[TensorPair]) -> list[TensorPair]:
+    """Return the pairs that a delta can carry; others that the model does not read are left out.
+
+    Raises:
+        CheckpointError: the model reads one of them.
+    """
+    unfit = {}
     for pair in paired:
-        _check_shapes(pair)
-        _check_dtypes(pair)
-    return Pairs(base, finetune, paired, tied=base_head is None and head is None)
+        try:
+            _check_dtypes(pair)
+            _check_shapes(pair)
+        except CheckpointError as error:
+            unfit[pair.name] = error
+    if not unfit:
+        return list(paired)
+    unread = unread_names(paired[0].base.config, unfit)
+    if read := [error for name, error in unfit.items() if name not in unread]:
+        raise read[0]
+    different = [pair.name for pair in paired if pair.name in unfit and not pair.is_same_bytes()]
+    if different:
+        warn(
+            f"{paired[0].finetune.path}: {listed(different)}: left out of the delta, because its model does not read "
+            "them"
+        )
+    return [pair for pair in paired if pair.name not in unfit]
 
 
 def check_architecture(
@@ -177,14 +215,9 @@ def check_architecture(
     """
     if different := different_facts(architecture(base), architecture(finetune)):
         raise CheckpointError(
-            f"{finetune_name}: its configuration differs from that of {base_name} in {_listed(different)}, "
+            f"{finetune_name}: its configuration differs from that of {base_name} in {listed(different)}, "
             "which a delta cannot carry: give the base that it was tuned from"
         )
-
-
-def is_computed(name: str) -> bool:
-    """True if a tensor is a table that transformers computes itself."""
-    return name.endswith(COMPUTED_SUFFIXES)
 
 
 def layer_order(name: str) -> tuple[int, list[tuple[int, str]]]:
@@ -204,15 +237,23 @@ def _names(checkpoint: Checkpoint, head: str | None) -> set[str]:
     return {name for name in checkpoint.tensors if name not in skipped and not is_computed(name)}
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "none"
-
-
 def _check_shapes(pair: TensorPair) -> None:
     actual, expected = pair.tensor.shape, pair.base_tensor.shape
+    is_end = pair.name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES))
+    if is_end and len(actual) != 2:
+        raise CheckpointError(
+            f"{pair.tensor.file}: tensor {pair.tensor.name!r} has shape {actual}, and it must be a matrix with a row "
+            "for each token: fetch the checkpoint again"
+        )
     if actual == expected:
         return
-    is_vocabulary = pair.name.endswith((*EMBEDDING_SUFFIXES, *HEAD_SUFFIXES)) and actual[1:] == expected[1:]
+    for own, other, stored in ((actual, expected, pair.tensor), (expected, actual, pair.base_tensor)):
+        if 0 in own and 0 not in other:
+            raise CheckpointError(
+                f"{stored.file}: tensor {stored.name!r} is empty, as DeepSpeed's ZeRO-3 leaves parameters that it "
+                "did not gather: run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save"
+            )
+    is_vocabulary = is_end and len(expected) == 2 and actual[1:] == expected[1:]
     if is_vocabulary and actual[0] > expected[0]:
         return
     if is_vocabulary:
@@ -240,6 +281,88 @@ def _not_finite(stored: StoredTensor) -> CheckpointError:
         f"{stored.file}: tensor {stored.name!r} holds NaN or infinity: "
         "the checkpoint is damaged, or its training diverged"
     )
+
+
+# Of a matrix, weights that are compared, in this number of places. Matrices that are compared at most, evenly spread.
+SAMPLED_NUMEL, SAMPLED_PLACES, SAMPLED_MATRICES = 1 << 16, 8, 256
+# The least cosine of two matrices of which one was tuned from the other. Independent ones have 0, and a fine-tune whose
+# difference is as large as its base has 0.7.
+RELATED_COSINE = 0.3
+# Matrices, and the share of them, that may be unrelated, such as layers that were initialised again.
+FEW, FEW_SHARE = 3, 0.1
+
+
+def check_related(pairs: Pairs) -> None:
+    """Refuse a base of which many matrices are as far from the fine-tune's as those of an independent model.
+
+    Compares at most 128 KiB of each side (in 16 bits) of 256 matrices, so that it costs the same for every model.
+
+    Raises:
+        CheckpointError: the fine-tune was not tuned from this base.
+    """
+    matrices = [pair for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=False)]
+    step = max(1, -(-len(matrices) // SAMPLED_MATRICES))
+    cosines = {pair.name: cosine for pair in matrices[::step] if (cosine := _cosine(pair)) is not None}
+    unrelated = [name for name, cosine in cosines.items() if not cosine >= RELATED_COSINE]
+    if len(unrelated) > max(FEW, FEW_SHARE * len(cosines)):
+        worst = min(unrelated, key=lambda name: cosines[name])
+        raise CheckpointError(
+            f"{pairs.finetune.path}: {len(unrelated)} of {len(cosines)} matrices differ from those of "
+            f"{pairs.base.path} as two independent models do ({worst}: cosine "
+            f"{cosines[worst]:.2f}): {TUNED_FROM}, or `any_base=True`"
+        )
+
+
+def _cosine(pair: TensorPair) -> float | None:
+    """Return the cosine of some rows of a matrix and of the base's; None if either has no weights but zero.
+
+    A matrix that is not finite has none, and is refused where it is coded.
+    """
+    num_rows = min(pair.shape[0], pair.tensor.shape[0])
+    numel = math.prod(pair.shape[1:])
+    if not num_rows or not numel or numel > SAMPLED_NUMEL:
+        return None
+    rows = min(num_rows, max(1, SAMPLED_NUMEL // numel // SAMPLED_PLACES))
+    places = sorted(
+        {round(part * (num_rows - rows) / (SAMPLED_PLACES - 1)) for part in range(SAMPLED_PLACES)}
+    )
+    product, ours, theirs = 0.0, 0.0, 0.0
+    for first in places:
+        block = slice(first, first + rows)
+        a = pair.base.read(pair.base_tensor.name, block).double().flatten()
+        b = pair.finetune.read(pair.tensor.name, block).double().flatten()
+        product, ours, theirs = product + float(a @ b), ours + float(a @ a), theirs + float(b @ b)
+    norms = math.sqrt(ours) * math.sqrt(theirs)
+    return product / norms if 0 < norms < math.inf else None
+
+
+def check_order(base: str, finetune: str, directories: tuple[Path, Path]) -> None:
+    """Refuse swapped arguments where the files of one say that it was tuned from the other.
+
+    Args:
+        base, finetune: as they were given: directories or hub ids.
+        directories: where their files are.
+
+    Raises:
+        CheckpointError: the base's model card or configuration names the fine-tune as its base.
+    """
+    named = [name for name in tuned_from(directories[0]) if _is_model(name, finetune, directories[1])]
+    if named and not any(_is_model(name, base, directories[0]) for name in tuned_from(directories[1])):
+        raise CheckpointError(
+            f"{directories[0]}: its files say that it was tuned from {shown(named[0])}, which is given as the "
+            "fine-tune: swap `base` and `finetune`, or give `any_base=True`"
+        )
+
+
+def _is_model(name: str, given: str, directory: Path) -> bool:
+    """True if a model's name in a card is a model that was given by its directory or id."""
+    if Path(name).is_absolute() or name.startswith("."):
+        return Path(name).exists() and directory.exists() and Path(name).samefile(directory)
+    if not Path(given).is_dir():
+        return name.lower() == given.lower()
+    # A directory is most often named after the last part of the model's id.
+    last = name.lower().rpartition("/")[2]
+    return last in (directory.name.lower(), directory.resolve().name.lower())
 
 
 Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded

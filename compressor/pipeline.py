@@ -18,7 +18,15 @@ from compressor.decoder.weights import DeltaModel, base_with_added_rows, finetun
 from compressor.memory import Requirements, check_memory, disk_bytes, requirements_of
 from compressor.model_card import DeltaFacts, check_card_directory, write_card
 from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
-from compressor.pairs import PairCoding, Pairs, changed_names, delta_tensors, pair_up
+from compressor.pairs import (
+    PairCoding,
+    Pairs,
+    changed_names,
+    check_order,
+    check_related,
+    delta_tensors,
+    pair_up,
+)
 from compressor.resume import CheckpointStore, open_checkpoint_store
 from compressor.sources import checkpoint_directory, own_files
 from compressor.writer import DeltaContents, WrittenDelta, write_delta
@@ -72,7 +80,7 @@ def compress(config: CompressConfig) -> CompressResult:
     _check_outputs(config)
     base_directory = checkpoint_directory(config.base)
     with finetune_directory(config.finetune, base_directory) as directory:
-        pairs = pair_up(Checkpoint.open(base_directory), Checkpoint.open(directory))
+        pairs = _pairs(config, base_directory, directory)
         # Every module that compressing needs is imported by now.
         memory = _peak_memory_bytes()
         manifest, digest, test_text = _fit_and_write(config, pairs)
@@ -111,9 +119,19 @@ def plan(config: CompressConfig) -> Requirements:
     check_file_name(config.out)
     base_directory = checkpoint_directory(config.base)
     with finetune_directory(config.finetune, base_directory) as directory:
-        base, finetune = Checkpoint.open(base_directory), Checkpoint.open(directory)
-        pairs = pair_up(base, finetune)
-        return requirements_of(config, pairs, _coded_names(config, pairs), own_files(base, finetune))
+        pairs = _pairs(config, base_directory, directory)
+        files = own_files(pairs.base, pairs.finetune)
+        return requirements_of(config, pairs, _coded_names(config, pairs), files)
+
+
+def _pairs(config: CompressConfig, base: Path, finetune: Path) -> Pairs:
+    """Pair the checkpoints in two directories; refuse a wrong base unless any is wanted."""
+    if not config.any_base:
+        check_order(config.base, config.finetune, (base, checkpoint_directory(config.finetune)))
+    pairs = pair_up(Checkpoint.open(base), Checkpoint.open(finetune))
+    if not config.any_base:
+        check_related(pairs)
+    return pairs
 
 
 def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str, Sequence[Tensor]]:

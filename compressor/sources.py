@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from huggingface_hub.errors import DryRunError
 from huggingface_hub.utils.tqdm import tqdm
 
 from deltastore.checkpoint import Checkpoint
-from deltastore.errors import ArtifactError, CheckpointError
+from deltastore.errors import ArtifactError, CheckpointError, failures_as
 from deltastore.format.files import GENERATION_FILE, MAX_NAMED_TEMPLATES, NAMED_TEMPLATES, tokenizer_paths
 from deltastore.format.header import parse_json
 from deltastore.format.layout import MAX_FILE_BYTES
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 UNWANTED = ("consolidated*", "original/*")  # second copies of the weights
 
 
@@ -183,19 +184,15 @@ def _check_tokenizer(directory: Path, files: Mapping[str, bytes]) -> None:
     from tokenizers import Tokenizer
 
     for name, content in files.items():
-        try:
+        with failures_as(partial(_no_tokenizer, directory / name)):
             if name == TOKENIZER_FILE:
                 Tokenizer.from_str(content.decode())
             elif name.endswith(".json"):
                 json.loads(content)
-        except BaseException as error:
-            # tokenizers raises plain exceptions, of no class of its own.
-            if type(error) is not Exception and not isinstance(error, (ValueError, RecursionError)):
-                raise
-            reason = " ".join(str(error).split())[:200]
-            raise CheckpointError(
-                f"{directory / name}: it is no tokenizer ({reason}): fetch the fine-tune's tokenizer again"
-            ) from error
+
+
+def _no_tokenizer(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path}: it is no tokenizer ({reason}): fetch the fine-tune's tokenizer again")
 
 
 def _content(path: Path) -> bytes:
@@ -217,11 +214,6 @@ def _generation_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return {key: value for key, value in document.items() if key not in FREE_GENERATION and value is not None}
 
 
-# Raised by transformers for damaged files of a tokenizer.
-DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
-MAX_REASON_CHARS = 200
-
-
 def has_tokenizer(directory: Path) -> bool:
     """Return True if a checkpoint has any of a tokenizer's files."""
     return bool(tokenizer_paths(directory))
@@ -236,11 +228,7 @@ def load_tokenizer(directory: Path) -> Any:
     # Deferred, because the import takes seconds.
     from transformers import AutoTokenizer
 
-    try:
+    with failures_as(
+        lambda reason: CheckpointError(f"{directory}: its tokenizer cannot be loaded: {reason}")
+    ):
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except BaseException as error:
-        # tokenizers raises plain `Exception` for files that it cannot read.
-        if type(error) is not Exception and not isinstance(error, DAMAGED):
-            raise
-        reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-        raise CheckpointError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error

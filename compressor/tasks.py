@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compressor.sources import generation_file, tokenizer_files
 from deltastore.checkpoint import Checkpoint
-from deltastore.errors import CheckpointError, UsageError
+from deltastore.errors import CheckpointError, UsageError, failures_as
 from deltastore.format.header import parse_json
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ BATCH_SIZE = 8  # requests of one forward
 BOOTSTRAPS = 1000  # for standard errors of metrics that are no means
 # Loggers that would write beside the one error line.
 NOISY = ("lm_eval", "datasets", "huggingface_hub", "transformers")
-# Raised by lm_eval, which has no exceptions of its own, for tasks that it cannot load or run.
-UNUSABLE = (OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +85,12 @@ class Tasks:
         """
         with _quiet(progress):
             model = _model(directory)
-            try:
+            with failures_as(
+                lambda reason: UsageError(f"tasks {', '.join(self.names)}: the harness fails: {reason}")
+            ):
                 results = _harness("lm_eval.evaluator").evaluate(
                     model, self.loaded, bootstrap_iters=BOOTSTRAPS, log_samples=False
                 )
-            except _unusable() as error:
-                raise UsageError(
-                    f"tasks {', '.join(self.names)}: the harness fails: {_reason(error)}"
-                ) from error
         members = {name for children in self.loaded["group_map"].values() for name in children}
         return {name: _score(values) for name, values in results["results"].items() if name not in members}
 
@@ -107,16 +103,14 @@ def _load(manager: Any, name: str) -> Any:
             f"`tasks` {name}: lm-evaluation-harness has no such task: "
             "give one that `lm-eval ls tasks` lists, or a .yaml file"
         )
-    try:
-        with _quiet(progress=False):
-            return manager.load([name])
-    except _unusable() as error:
-        remedy = (
-            "correct the file"
-            if _is_file(name)
-            else "try again where the hub is reachable, or give a .yaml file"
-        )
-        raise UsageError(f"`tasks` {name}: it cannot be loaded ({_reason(error)}): {remedy}") from error
+    remedy = (
+        "correct the file" if _is_file(name) else "try again where the hub is reachable, or give a .yaml file"
+    )
+    with (
+        failures_as(lambda reason: UsageError(f"`tasks` {name}: it cannot be loaded ({reason}): {remedy}")),
+        _quiet(progress=False),
+    ):
+        return manager.load([name])
 
 
 def _is_file(name: str) -> bool:
@@ -125,17 +119,12 @@ def _is_file(name: str) -> bool:
 
 def _model(directory: Path) -> Any:
     """Return lm_eval's wrapper of a checkpoint, on a GPU if there is one."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
+    from compressor.decoder.decoder import whole_model
     from compressor.sources import load_tokenizer
 
     wrapper = _harness("lm_eval.models.huggingface").HFLM
     tokenizer = load_tokenizer(directory)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{directory}: transformers cannot load it: {_reason(error)}") from error
+    model = whole_model(directory, "auto")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return wrapper(pretrained=model.to(device), backend="causal", tokenizer=tokenizer, batch_size=BATCH_SIZE)
 
@@ -162,13 +151,6 @@ def _harness(module: str) -> Any:
         raise UsageError(
             f"`tasks` needs lm-evaluation-harness ({_reason(error)}): pip install 'peraxis[eval]'"
         ) from error
-
-
-def _unusable() -> tuple[type[BaseException], ...]:
-    from jinja2 import TemplateError
-
-    others = (import_module("yaml").YAMLError, import_module("datasets").exceptions.DatasetsError)
-    return (*UNUSABLE, TemplateError, *others)
 
 
 def _reason(error: BaseException) -> str:

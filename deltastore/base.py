@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltastore.errors import CheckpointError
+from deltastore.errors import CheckpointError, failures_as
 from deltastore.format.header import MAX_NAME_CHARS
 
 if TYPE_CHECKING:
     from deltastore.checkpoint import Checkpoint
+    from deltastore.fingerprint import Fingerprints
 
 FREE_CONFIG = frozenset({
     "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop",
@@ -29,7 +30,7 @@ FREE_CONFIG = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A base's identity and tensor shapes. Only `fingerprint` identifies it; `id` is a label for messages."""
+    """A base's identity and tensor shapes. Only fingerprints identify it; `id` is a label for messages."""
 
     id: str
     fingerprint: str  # 64 hex digits
@@ -37,6 +38,7 @@ class Base:
     config: Mapping[str, Any]  # as `architecture` returns it
     embedding: str | None  # name of the input embedding
     head: str | None  # name of the output head; None if it is tied to the embedding
+    former: tuple[str, ...] = ()  # fingerprints that older versions gave it
 
     @classmethod
     def of(
@@ -44,23 +46,24 @@ class Base:
         checkpoint: Checkpoint,
         cache: Path | None = None,
         *,
-        fingerprint: str | None = None,
+        fingerprints: Fingerprints | None = None,
         progress: Callable[[int], object] | None = None,
     ) -> Base:
         """Fingerprint a checkpoint and collect its shapes. Hashing takes a second per 1 to 2 GB, the first time only.
 
         Args:
             checkpoint: The opened base.
-            cache: The file of cached fingerprints; see `deltastore.fingerprint.fingerprint`.
-            fingerprint: The checkpoint's fingerprint if it is known already; then nothing is hashed.
+            cache: The file of cached fingerprints; see `deltastore.fingerprint.fingerprints`.
+            fingerprints: The checkpoint's fingerprints if they are known already; then nothing is hashed.
             progress: Called with the number of bytes hashed since the last call.
 
         Raises:
             CheckpointError: A shard is missing, or transformers refuses the configuration.
         """
         # Deferred: it imports torch, which a process that receives a base's facts does not need.
-        from deltastore.fingerprint import fingerprint as fingerprint_of
+        from deltastore.fingerprint import fingerprints as fingerprints_of
 
+        known = fingerprints or fingerprints_of(checkpoint, cache, progress)
         shapes = checkpoint.shapes()
         head = checkpoint.head_name if checkpoint.head_name in shapes else None
         name = str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name)
@@ -69,12 +72,17 @@ class Base:
             name = checkpoint.path.resolve().name
         return cls(
             id="".join(filter(str.isprintable, name))[:MAX_NAME_CHARS],
-            fingerprint=fingerprint or fingerprint_of(checkpoint, cache, progress),
+            fingerprint=known.own,
             shapes=shapes,
             config=architecture(checkpoint.config),
             embedding=checkpoint.embedding_name,
             head=head,
+            former=known.former,
         )
+
+    def is_named(self, fingerprint: str) -> bool:
+        """True for the base's fingerprint, and for those that older versions gave it, which artifacts may hold."""
+        return fingerprint == self.fingerprint or fingerprint in self.former
 
 
 def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,22 +93,20 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: transformers knows the model type and refuses the configuration.
     """
-    # Deferred: both take a second to import.
-    from huggingface_hub.errors import StrictDataclassError
+    # Deferred: it takes a second to import.
     from transformers import CONFIG_MAPPING, AutoConfig
 
     # Copied, because transformers changes its argument.
     facts: Any = json.loads(json.dumps(config))
-    if facts.get("model_type") in CONFIG_MAPPING:
-        try:
+    with failures_as(_refused_config):
+        if facts.get("model_type") in CONFIG_MAPPING:
             facts = AutoConfig.for_model(**facts).to_dict()
-        except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-            reason = " ".join(str(error).split())
-            raise CheckpointError(
-                f"config.json: transformers refuses it: {reason}; fetch the file again"
-            ) from error
     kept = {key: value for key, value in facts.items() if key not in FREE_CONFIG}
     return dict(_plain(json.loads(json.dumps(kept, default=str))))
+
+
+def _refused_config(reason: str) -> CheckpointError:
+    return CheckpointError(f"config.json: transformers refuses it: {reason}; fetch the file again")
 
 
 def different_facts(facts: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:

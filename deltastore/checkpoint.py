@@ -7,8 +7,9 @@ shrinks while it is read raises an error, not SIGBUS. Must not know model classe
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,21 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 EMBEDDING_SUFFIXES = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
 HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight")
+# Tables that old checkpoints hold and that transformers computes and does not load.
+COMPUTED_SUFFIXES = (
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".attn.bias",
+    ".attn.masked_bias",
+)
+# Added to the names of parameters by torch's DataParallel, by peft, and by torch.compile, FSDP and activation
+# checkpointing. The last three wrap any module.
+LEADING_WRAPPERS = ("module.", "base_model.model.")
+INNER_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 BLOCK_BYTES = 4 << 20
 
 
@@ -63,11 +79,11 @@ class Checkpoint:
         if not (path / "config.json").exists():
             raise CheckpointError(
                 f"{path / 'config.json'} does not exist, so {path} is not the directory of a Hugging Face checkpoint: "
-                "give another one, or fetch the checkpoint again"
+                f"{_way_out(path, 'give another one, or fetch the checkpoint again')}"
             )
         try:
             config = _read_object(path / "config.json")
-            tensors = _collect(path)
+            tensors = _unwrapped(_collect(path), path)
         except ArtifactError as error:
             raise CheckpointError(
                 f"{error}: the checkpoint is damaged or incomplete, fetch it again"
@@ -115,7 +131,7 @@ class Checkpoint:
         if not self.config.get("tie_word_embeddings", True):
             return False
         first, second = self.tensors[embedding], self.tensors[head]
-        if (first.dtype, first.shape) != (second.dtype, second.shape):
+        if (first.dtype, first.shape) != (second.dtype, second.shape) or not first.shape:
             return False
         rows = range(0, first.shape[0], max(1, BLOCK_BYTES * first.shape[0] // max(1, first.num_bytes)))
         return all(
@@ -155,42 +171,82 @@ def _fill(tensor: Tensor, stored: StoredTensor, start: int) -> None:
         raise CheckpointError(f"{error}: fetch the shard again") from error
 
 
+def is_computed(name: str) -> bool:
+    """True if a tensor is a table that transformers computes itself."""
+    return name.endswith(COMPUTED_SUFFIXES)
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the names of modules that were wrapped around the model or its parts."""
+    name = INNER_WRAPPERS.sub("", name)
+    for wrapper in LEADING_WRAPPERS:
+        if name.startswith(wrapper):
+            return plain_name(name.removeprefix(wrapper))
+    return name
+
+
+def _unwrapped(tensors: Mapping[str, StoredTensor], path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors by their plain names."""
+    plain: dict[str, StoredTensor] = {}
+    for stored in tensors.values():
+        name = plain_name(stored.name)
+        if name in plain:
+            raise CheckpointError(
+                f"{path}: tensor {shown(name)} is there more than once, with and without a prefix such as "
+                f"'{LEADING_WRAPPERS[0]}': save the model again"
+            )
+        plain[name] = replace(stored, name=name)
+    return plain
+
+
 def _collect(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of every shard. A shard's name is checked before it is opened."""
     single, index = path / SINGLE_FILE, path / INDEX_FILE
-    # The single file wins over an index, as in transformers.
-    if single.exists():
+    # The single file wins over an index, as in transformers. A link to a missing file is an error of its own.
+    if os.path.lexists(single):
         return _stored(single)
     if not index.exists():
         raise CheckpointError(
-            f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; "
-            "save the model as safetensors with save_pretrained"
+            f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is there: "
+            f"{_way_out(path, 'save the model as safetensors with save_pretrained')}"
         )
     weight_map = _read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CheckpointError(f"{index}: it has no weight_map from tensors to shards: fetch it again")
     tensors = _shard_tensors(index, weight_map)
     if missing := weight_map.keys() - tensors.keys():
-        raise CheckpointError(
-            f"{index}: tensor {shown(min(missing))} is in none of its shards: fetch them again"
-        )
+        raise CheckpointError(f"{index}: tensor {shown(min(missing))} is in none of its shards: {OTHER_SAVE}")
     if unnamed := tensors.keys() - weight_map.keys():
         name = min(unnamed)
         raise CheckpointError(
-            f"{index}: its weight_map leaves out tensor {shown(name)} of {tensors[name].file.name}: "
-            "it belongs to other shards; fetch the checkpoint again or save the model again"
+            f"{index}: its weight_map leaves out tensor {shown(name)} of {tensors[name].file.name}: {OTHER_SAVE}"
         )
     return tensors
+
+
+OTHER_SAVE = (
+    "the index or a shard is left from another save: fetch the checkpoint again or save the model again, "
+    "into an empty directory"
+)
 
 
 def _shard_tensors(index: Path, weight_map: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Read the header of every shard that an index names; no tensor may be in two shards."""
     tensors: dict[str, StoredTensor] = {}
-    for file in dict.fromkeys(weight_map.values()):
+    files = dict.fromkeys(weight_map.values())
+    for file in files:
         if not file.endswith(".safetensors") or Path(file).name != file:
             raise CheckpointError(
                 f"{index}: shard {shown(file)} is not a safetensors file of this directory: fetch the index again"
             )
+    absent = [file for file in files if not os.path.lexists(index.with_name(file))]
+    others = sorted({path.name for path in index.parent.glob("model*.safetensors")} - files.keys())
+    if absent and others:
+        raise CheckpointError(
+            f"{index}: it names {shown(absent[0])}, which is not there, and not {shown(others[0])}, which is: "
+            f"{OTHER_SAVE}"
+        )
+    for file in files:
         shard = index.with_name(file)
         found = _stored(shard)
         if twice := tensors.keys() & found.keys():
@@ -213,9 +269,19 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _stored(file: Path) -> dict[str, StoredTensor]:
+    if os.path.islink(file) and not os.path.exists(file):
+        raise CheckpointError(
+            f"{file}: a link to a file that is gone, as after a hub's cache was cleaned: fetch the checkpoint again"
+        )
     fd = open_file(file, str(file))
     try:
+        if os.pread(fd, len(LFS_POINTER), 0) == LFS_POINTER:
+            raise CheckpointError(
+                f"{file}: Git's pointer to the file and not the file: run `git lfs pull` in {file.parent}"
+            )
         header = read_header(fd, str(file))
+    except OSError as error:
+        raise ArtifactError(f"{file}: {error.strerror}") from error
     finally:
         os.close(fd)
     for entry in header.tensors.values():
@@ -230,3 +296,100 @@ def _stored(file: Path) -> dict[str, StoredTensor]:
         )
         for entry in header.tensors.values()
     }
+
+
+# Kinds of files that are no checkpoint to read, by patterns of names, and the way out of each; the first that matches
+# a name counts.
+FOREIGN: tuple[tuple[str, str, str], ...] = (
+    (
+        r"adapter_(config\.json|model\.(safetensors|bin))",
+        "an adapter of peft",
+        "it is a fine-tune: give `peraxis compress` the model that it was trained on as the base, and this as the "
+        "fine-tune",
+    ),
+    (
+        r"global_step\d+|zero_to_fp32\.py|zero_pp_rank_.*|mp_rank_.*|.*_optim_states\.pt|latest",
+        "shards of DeepSpeed",
+        "run its zero_to_fp32.py, and save the result with save_pretrained",
+    ),
+    (
+        r"\.metadata|.*\.distcp|pytorch_model_fsdp.*|distributed_checkpoint",
+        "a distributed checkpoint of torch (FSDP)",
+        "merge it with `accelerate merge-weights`",
+    ),
+    (
+        r"consolidated.*|params\.json",
+        "weights in the form of the model's authors (consolidated)",
+        "fetch the form of transformers, or convert it with transformers' script for this model",
+    ),
+    (
+        r"(?!optimizer|scheduler|rng_state|scaler|training_args).*\.(bin|pt|pth|ckpt|pkl)",
+        "weights as a pickle, which could run code and is not loaded",
+        "load it once with transformers and save it with save_pretrained",
+    ),
+    (
+        r".*\.gguf",
+        "weights in llama.cpp's form (GGUF)",
+        "fetch the checkpoint that it was converted from",
+    ),
+    (
+        r".*\.(h5|msgpack|onnx|npz|nemo|tflite|mlmodel)|tf_model.*|flax_model.*",
+        "weights of another framework",
+        "fetch the form of transformers as safetensors",
+    ),
+    (
+        r"model-\d+-of-\d+\.safetensors",
+        "shards without their index",
+        f"fetch {INDEX_FILE}",
+    ),
+    (
+        r".*\.safetensors\.index(\..*)?\.json|.*\.safetensors",
+        "safetensors files of other names",
+        f"rename a whole model to {SINGLE_FILE}, or save it with save_pretrained",
+    ),
+    (r"checkpoint-\d+", "checkpoints of a training run", "give one of these directories"),
+    (r".*\.incomplete|\.cache|.*\.lock|.*\.aria2|.*\.part", "an unfinished download", "fetch it again"),
+)
+MAX_LISTED = 3
+
+
+def _way_out(path: Path, otherwise: str) -> str:
+    """Return what a directory without a usable checkpoint holds, and the way out of it."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        return f"it cannot be listed ({error.strerror}): {otherwise}"
+    if not names:
+        return f"it is empty: {otherwise}"
+    kinds = list(_foreign_kinds(path, names))
+    if not kinds:
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        return f"it holds {', '.join(map(shown, names[:MAX_LISTED]))}{more}: {otherwise}"
+    return "it holds " + "; ".join(kinds[:MAX_LISTED])
+
+
+def _foreign_kinds(path: Path, names: list[str]) -> Iterator[str]:
+    """Yield each kind of `FOREIGN` that a directory holds, with one of its names, and directories of checkpoints."""
+    first: dict[str, tuple[str, str]] = {}
+    for name in names:
+        for pattern, what, way_out in FOREIGN:
+            if re.fullmatch(pattern, name):
+                first.setdefault(what, (name, way_out))
+                break
+    for _, what, _ in FOREIGN:
+        if what in first:
+            name, way_out = first[what]
+            yield f"{what} ({shown(name)}{_trained_on(path) if name == 'adapter_config.json' else ''}): {way_out}"
+    for name in names:
+        if (path / name / "config.json").is_file() and not re.fullmatch(r"checkpoint-\d+", name):
+            yield f"a checkpoint in {shown(name)}: give that directory"
+            return
+
+
+def _trained_on(adapter: Path) -> str:
+    """Return the model that an adapter's configuration says it was trained on, for messages."""
+    try:
+        named = _read_object(adapter / "adapter_config.json").get("base_model_name_or_path")
+    except (ArtifactError, CheckpointError):
+        return ""
+    return f", trained on {shown(named)}" if isinstance(named, str) and named else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltastore.console import size_text
-from deltastore.errors import ArtifactError, BaseMismatch, CheckpointError, UsageError, shown
+from deltastore.errors import ArtifactError, BaseMismatch, CheckpointError, UsageError, failures_as, shown
 
 # For types alone, because importing torch takes seconds and `--help` needs none of it.
 if TYPE_CHECKING:
@@ -101,19 +101,17 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         )
     # Deferred, because it takes seconds and only --plan needs it.
     import torch
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    try:
+    with failures_as(
+        lambda reason: CheckpointError(
+            f"{directory}: transformers builds no language model from it: {reason}"
+        )
+    ):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{directory}: transformers builds no language model from it: {reason}"
-        ) from error
     stored = revert_weight_conversion(model, dict(model.named_parameters()))
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 

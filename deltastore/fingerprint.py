@@ -2,7 +2,11 @@
 
 The fingerprint is the SHA-256 of one line per tensor, sorted by name: ``["name", "dtype", [shape], "sha256"]``. The
 tensor's digest is that of its stored bytes, before any cast. An output head that repeats the input embedding byte for
-byte is left out, because some tools store tied weights twice and others once.
+byte is left out, because some tools store tied weights twice and others once. So are tables that transformers computes:
+old checkpoints hold them, and transformers saves the same model without them.
+
+Up to version 0.1 the tables counted. A former fingerprint is what such a version gave a checkpoint of the same weights:
+with the tables that are stored, and with those that the configuration describes.
 """
 
 from __future__ import annotations
@@ -14,11 +18,25 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from deltastore.checkpoint import BLOCK_BYTES, EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
+import torch
+from torch import Tensor
+
+from deltastore.checkpoint import (
+    BLOCK_BYTES,
+    DTYPE_NAME,
+    EMBEDDING_SUFFIXES,
+    HEAD_SUFFIXES,
+    Checkpoint,
+    StoredTensor,
+    is_computed,
+)
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.header import open_file, read_into
 from deltastore.registry.storage import flock
@@ -27,6 +45,25 @@ from deltastore.user_cache import user_cache_dir
 # More than there are cores, so that some threads hash while others wait for the disk. Each holds one block.
 MAX_THREADS = 8
 MAX_CACHED_FINGERPRINTS = 256
+# Keys of a configuration that computed tables depend on.
+TABLE_KEYS = (
+    "model_type", "hidden_size", "n_embd", "num_attention_heads", "n_head", "head_dim", "rope_theta", "rotary_emb_base",
+    "rope_parameters", "rotary_pct", "partial_rotary_factor", "max_position_embeddings", "n_positions",
+)  # fmt: skip
+# By model type, the causal mask and the number in place of masked scores that old checkpoints hold, by their names in a
+# layer's attention.
+MASKED = {"gpt_neox": -1e9, "gpt2": -1e4}
+MAX_MASK_POSITIONS = 8192  # a longer mask was never stored
+
+Fact = tuple[str, str, list[int], str]  # a tensor's name, dtype, shape and SHA-256
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """The fingerprint of a base, and those that older versions gave it, 64 hex digits each."""
+
+    own: str
+    former: tuple[str, ...] = ()
 
 
 def shard_state(checkpoint: Checkpoint) -> str:
@@ -41,18 +78,18 @@ def shard_state(checkpoint: Checkpoint) -> str:
         raise CheckpointError(f"{error}: fetch the shard again") from error
 
 
-def cached_fingerprint(state: str, cache: Path | None = None) -> str | None:
-    """Return the cached fingerprint of shards in this state; None if there is none."""
+def cached_fingerprints(state: str, cache: Path | None = None) -> Fingerprints | None:
+    """Return the cached fingerprints of shards in this state; None if there are none."""
     return _read_cache(cache or default_cache()).get(state)
 
 
-def fingerprint(
+def fingerprints(
     checkpoint: Checkpoint,
     cache: Path | None = None,
     progress: Callable[[int], object] | None = None,
     digests: Mapping[str, str] | None = None,
-) -> str:
-    """Compute the fingerprint, 64 hex digits, or take it from the cache by `shard_state`.
+) -> Fingerprints:
+    """Compute the fingerprints, or take them from the cache by `shard_state`.
 
     Args:
         checkpoint: The opened base.
@@ -85,7 +122,9 @@ def default_cache() -> Path:
     return user_cache_dir() / "fingerprints.json"
 
 
-def _compute(checkpoint: Checkpoint, progress: Callable[[int], object], known: Mapping[str, str]) -> str:
+def _compute(
+    checkpoint: Checkpoint, progress: Callable[[int], object], known: Mapping[str, str]
+) -> Fingerprints:
     tensors = sorted(checkpoint.tensors.values(), key=lambda stored: stored.name)
     lock = threading.Lock()
 
@@ -103,14 +142,84 @@ def _compute(checkpoint: Checkpoint, progress: Callable[[int], object], known: M
         finally:
             pool.shutdown(cancel_futures=True)
     digests = {**known, **computed}
-    facts = [(t.dtype, list(t.shape), digests[t.name]) for t in tensors]
-    embeddings = [fact for t, fact in zip(tensors, facts, strict=True) if t.name.endswith(EMBEDDING_SUFFIXES)]
+    facts = [(t.name, t.dtype, list(t.shape), digests[t.name]) for t in tensors]
+    weights = [fact for fact in facts if not is_computed(fact[0])]
+    own = _total(weights)
+    former = [_total(facts), *(_total([*weights, *tables]) for tables in _made_tables(checkpoint))]
+    return Fingerprints(own, tuple(value for value in dict.fromkeys(former) if value != own))
+
+
+def _total(facts: Iterable[Fact]) -> str:
+    in_order = sorted(facts)
+    embeddings = [fact[1:] for fact in in_order if fact[0].endswith(EMBEDDING_SUFFIXES)]
     total = hashlib.sha256()
-    for stored, fact in zip(tensors, facts, strict=True):
-        if stored.name.endswith(HEAD_SUFFIXES) and fact in embeddings:
-            continue
-        total.update(json.dumps([stored.name, *fact]).encode() + b"\n")
+    for fact in in_order:
+        if not (fact[0].endswith(HEAD_SUFFIXES) and fact[1:] in embeddings):
+            total.update(json.dumps(fact).encode() + b"\n")
     return total.hexdigest()
+
+
+def _made_tables(checkpoint: Checkpoint) -> Iterator[list[Fact]]:
+    """Yield the facts of the tables that an old checkpoint of this configuration held, in each dtype that was used."""
+    owners = sorted(
+        {
+            found[1]
+            for name in checkpoint.tensors
+            if (found := re.match(r"((?:.*\.)?(?:layers|h)\.\d+\.(?:self_attn|attention|attn))\.", name))
+        }
+    )
+    try:
+        frequencies, masks = _frequencies(checkpoint.config), _masks(checkpoint.config)
+    except (TypeError, ValueError, ZeroDivisionError, RuntimeError, AttributeError):
+        # The configuration lies, which its readers report.
+        return
+    for dtype, mask_dtype in product(
+        (torch.float32, torch.float16, torch.bfloat16), (torch.bool, torch.uint8)
+    ):
+        rotary = {} if frequencies is None else {"rotary_emb.inv_freq": frequencies.to(dtype)}
+        masked = {} if masks is None else {"bias": masks[0].to(mask_dtype), "masked_bias": masks[1].to(dtype)}
+        # Without masks, their dtype says nothing.
+        if masked or mask_dtype == torch.bool:
+            for tables in filter(None, (rotary, masked, {**rotary, **masked} if rotary and masked else {})):
+                yield [
+                    (f"{owner}.{name}", *_fact(table)) for owner in owners for name, table in tables.items()
+                ]
+
+
+def _fact(table: Tensor) -> tuple[str, list[int], str]:
+    stored = table.contiguous().view(-1).view(torch.uint8).numpy()
+    return DTYPE_NAME[table.dtype], list(table.shape), hashlib.sha256(stored.data).hexdigest()
+
+
+def _frequencies(config: Mapping[str, Any]) -> Tensor | None:  # [rotary features / 2] float32
+    """Return the inverse frequencies of rotary embeddings without scaling; None for a model without them."""
+    rope = config.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base")
+    if theta is None and config.get("model_type") in ("llama", "gpt_neox"):
+        theta = 10000
+    if theta is None:
+        return None
+    part = (
+        rope.get("partial_rotary_factor")
+        or config.get("rotary_pct")
+        or config.get("partial_rotary_factor")
+        or 1
+    )
+    size = int((config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]) * part)
+    if not 0 < size <= MAX_MASK_POSITIONS:
+        return None
+    steps = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    return torch.reciprocal(float(theta) ** steps)
+
+
+def _masks(
+    config: Mapping[str, Any],
+) -> tuple[Tensor, Tensor] | None:  # [1, 1, positions, positions] bool, []
+    value = MASKED.get(str(config.get("model_type")))
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    if value is None or not isinstance(positions, int) or not 0 < positions <= MAX_MASK_POSITIONS:
+        return None
+    return torch.ones(positions, positions, dtype=torch.bool).tril()[None, None], torch.tensor(value)
 
 
 def _tensor_digest(stored: StoredTensor, hashed: Callable[[int], None]) -> str:
@@ -130,16 +239,21 @@ def _tensor_digest(stored: StoredTensor, hashed: Callable[[int], None]) -> str:
 
 
 def _cache_key(checkpoint: Checkpoint) -> str:
-    """Digest the shards' file status. Inode and ctime reveal a copy, and a file whose mtime was set back."""
+    """Digest the shards' file status, the names of tensors, and what computed tables depend on.
+
+    Inode and ctime reveal a copy, and a file whose mtime was set back.
+    """
     files = sorted({stored.file.resolve() for stored in checkpoint.tensors.values()})
-    facts = [
+    facts: list[Any] = [
         [str(file), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         for file, status in ((file, file.stat()) for file in files)
     ]
+    tables = {key: checkpoint.config[key] for key in TABLE_KEYS if key in checkpoint.config}
+    facts.append([sorted(checkpoint.tensors), tables])
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _read_cache(cache: Path) -> dict[str, str]:
+def _read_cache(cache: Path) -> dict[str, Fingerprints]:
     try:
         known = json.loads(cache.read_text())
     except (OSError, ValueError):
@@ -148,13 +262,17 @@ def _read_cache(cache: Path) -> dict[str, str]:
     if not isinstance(known, dict):
         return {}
     return {
-        key: value
-        for key, value in known.items()
-        if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value)
+        key: Fingerprints(values[0], tuple(values[1:]))
+        for key, values in known.items()
+        if isinstance(values, list) and values and all(map(_is_digest, values))
     }
 
 
-def _remember(cache: Path, key: str, value: str) -> None:
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
+def _remember(cache: Path, key: str, value: Fingerprints) -> None:
     """Add an entry as the newest and drop the oldest beyond `MAX_CACHED_FINGERPRINTS`."""
     # A read-only home must not stop a server.
     with contextlib.suppress(OSError):
@@ -164,7 +282,8 @@ def _remember(cache: Path, key: str, value: str) -> None:
             # Without the lock, two processes that end at the same time would each drop the other's entry.
             flock(directory, exclusive=True, wait=True)
             known = {**_read_cache(cache), key: value}
-            _replace(cache, json.dumps(dict(list(known.items())[-MAX_CACHED_FINGERPRINTS:])))
+            newest = list(known.items())[-MAX_CACHED_FINGERPRINTS:]
+            _replace(cache, json.dumps({key: [found.own, *found.former] for key, found in newest}))
         finally:
             os.close(directory)
 

@@ -7,32 +7,18 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from deltastore.checkpoint import TORCH_DTYPE, Checkpoint
-from deltastore.errors import CheckpointError, NotServable
+from deltastore.errors import CheckpointError, NotServable, failures_as
 
 SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_REASON_CHARS = 300
-# Errors of transformers for a configuration that is damaged or belongs to another model.
-CONFIG_ERRORS = (
-    RuntimeError,
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    ImportError,
-    AssertionError,
-    StrictDataclassError,
-)
 
 
 def servable_model(directory: Path) -> PreTrainedModel:
@@ -43,12 +29,9 @@ def servable_model(directory: Path) -> PreTrainedModel:
         NotServable: the model is quantised, is not a causal language model, or has weights that no delta can reach.
     """
     config = read_config(directory)
-    try:
-        with torch.device("meta"):
-            # Copied, because a model keeps and changes the configuration that it is given.
-            model: PreTrainedModel = model_class(config)(copy.deepcopy(config))
-    except CONFIG_ERRORS as error:
-        raise refused_config(directory, error) from error
+    with failures_as(partial(refused_config, directory)), torch.device("meta"):
+        # Copied, because a model keeps and changes the configuration that it is given.
+        model: PreTrainedModel = model_class(config)(copy.deepcopy(config))
     _check_modules(model)
     return model
 
@@ -59,10 +42,8 @@ def read_config(directory: Path) -> Any:
     Raises:
         CheckpointError, NotServable: as `servable_model`.
     """
-    try:
+    with failures_as(partial(refused_config, directory)):
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except CONFIG_ERRORS as error:
-        raise refused_config(directory, error) from error
     if getattr(config, "quantization_config", None):
         raise NotServable(f"{directory}: it is quantised: serve the base in bfloat16, float16 or float32")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -76,12 +57,9 @@ def model_class(config: Any) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def refused_config(directory: Path, error: Exception) -> CheckpointError:
+def refused_config(directory: Path, reason: str) -> CheckpointError:
     """Return the error for a configuration that transformers refused."""
-    reason = " ".join(str(error).split())[:MAX_REASON_CHARS]
-    return CheckpointError(
-        f"{directory}: transformers cannot use its config.json ({type(error).__name__}: {reason}): fetch it again"
-    )
+    return CheckpointError(f"{directory}: transformers cannot use its config.json ({reason}): fetch it again")
 
 
 def own_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -251,7 +251,7 @@ def check_variants(location: str, base: Base | None) -> Diagnosis:
         records = [record for variant in registry.variants() for record in variant.versions]
         quarantined = [record.label for record in records if registry.is_quarantined(record)]
     foreign = [
-        record.label for record in records if base is not None and record.base_fingerprint != base.fingerprint
+        record.label for record in records if base is not None and not base.is_named(record.base_fingerprint)
     ]
     problems = [
         f"{len(labels)} {problem} ({', '.join(labels[:MAX_NAMED])}{', ...' if labels[MAX_NAMED:] else ''})"

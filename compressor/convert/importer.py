@@ -20,11 +20,11 @@ from torch import Tensor
 
 from compressor.codec import Map, measured, row_blocks
 from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
-from compressor.pairs import TensorPair, is_computed, is_finite, layer_order, pair_up
+from compressor.pairs import TensorPair, is_finite, layer_order, pair_up
 from compressor.sources import own_files
 from compressor.writer import CodedMatrix, DeltaContents, DeltaTensor, WrittenDelta, write_delta
 from deltastore.base import architecture, different_facts
-from deltastore.checkpoint import HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltastore.checkpoint import HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint, is_computed
 from deltastore.console import identify_base, rounded
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.artifact import ArtifactWriter

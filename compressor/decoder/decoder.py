@@ -11,18 +11,17 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from compressor.decoder.weights import WeightMap, Weights
-from deltastore.errors import CheckpointError
+from deltastore.errors import CheckpointError, failures_as, shown
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments without hidden states
 
@@ -100,14 +99,33 @@ def skeleton_of(weights: Weights, dtype: torch.dtype) -> Any:
     settings = json.loads(json.dumps(weights.config))
     hook = nn.modules.module.register_module_parameter_registration_hook(_to_meta)
     try:
-        config = AutoConfig.for_model(**settings)
-        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
-    except (OSError, ValueError, TypeError, KeyError, ArithmeticError, StrictDataclassError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{weights.path}: transformers builds no model from it: {reason}") from error
+        with failures_as(
+            lambda reason: CheckpointError(f"{weights.path}: transformers builds no model from it: {reason}")
+        ):
+            config = AutoConfig.for_model(**settings)
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     finally:
         hook.remove()
     return model.eval().requires_grad_(False)
+
+
+def whole_model(directory: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
+    """Load a checkpoint's model whole through transformers, which makes up each parameter that it does not find.
+
+    Raises:
+        CheckpointError: transformers cannot load it, or finds none of its tensors for a parameter.
+    """
+    with failures_as(lambda reason: CheckpointError(f"{directory}: transformers cannot load it: {reason}")):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+        model, info = loaded
+    if lacking := sorted(info["missing_keys"]):
+        raise CheckpointError(
+            f"{directory}: transformers finds no tensor for {shown(lacking[0])} and {len(lacking) - 1} others: "
+            "save the model again with save_pretrained, without a prefix before the names of its tensors"
+        )
+    return model
 
 
 def _to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
@@ -165,10 +183,11 @@ class Decoder:
         self.weights, self.device, self.dtype = weights, device, dtype
         self._skeleton = skeleton_of(weights, dtype)
         self._blocks = blocks_path(self._skeleton, weights.path)
-        self._embedding = path_of(self._skeleton, self._skeleton.get_input_embeddings())
-        self._head = path_of(self._skeleton, self._skeleton.get_output_embeddings())
-        self._map = WeightMap.of(self._skeleton, weights)
-        self._frame = Frame(self._outside_blocks(without=[self._embedding, self._head]), self._blocks)
+        with self._failures():
+            self._embedding = path_of(self._skeleton, self._skeleton.get_input_embeddings())
+            self._head = path_of(self._skeleton, self._skeleton.get_output_embeddings())
+            self._map = WeightMap.of(self._skeleton, weights)
+            self._frame = Frame(self._outside_blocks(without=[self._embedding, self._head]), self._blocks)
         # Cached for one shape, because masks can be large.
         self._calls_of: tuple[tuple[int, int], list[Call]] | None = None
 
@@ -212,7 +231,8 @@ class Decoder:
         hiddens = []
         with self._filled(self._frame.model.get_input_embeddings(), self._embedding):
             for number, ids in enumerate(batches):
-                entry, calls = self._frame.enter(input_ids=ids.to(self.device))
+                with self._failures():
+                    entry, calls = self._frame.enter(input_ids=ids.to(self.device))
                 if number == 0 and not _same(calls, self._calls(entry)):
                     raise self._refusal("read more than hidden states")
                 hiddens.append(entry.to("cpu", keep or self.dtype))
@@ -248,8 +268,9 @@ class Decoder:
     def run(self, block: nn.Module, index: int, hidden: Tensor) -> Tensor:
         """Return the output of block `index` for one batch ``[sequences, tokens, hidden]``."""
         hidden = hidden.to(self.device, self.dtype)
-        args, kwargs = self._calls(hidden)[index]
-        output = block(hidden, *args, **kwargs)
+        with self._failures():
+            args, kwargs = self._calls(hidden)[index]
+            output = block(hidden, *args, **kwargs)
         if not isinstance(output, Tensor):
             raise self._refusal("give more than hidden states")
         return output
@@ -262,7 +283,8 @@ class Decoder:
 
     def finish(self, hidden: Tensor) -> Tensor:
         """Return the last hidden states, which the head reads, from the last block's output."""
-        return self._frame.finish(hidden.to(self.device, self.dtype))
+        with self._failures():
+            return self._frame.finish(hidden.to(self.device, self.dtype))
 
     @torch.no_grad()
     def finish_all(self, hiddens: list[Tensor]) -> None:
@@ -279,7 +301,8 @@ class Decoder:
 
     def logits(self, head: nn.Module, last_hidden: Tensor) -> Tensor:
         """Return logits ``[sequences, tokens, vocabulary]``, with what the model does to them after its head."""
-        return self._frame.logits(head, last_hidden.to(self.device, self.dtype))
+        with self._failures():
+            return self._frame.logits(head, last_hidden.to(self.device, self.dtype))
 
     @torch.no_grad()
     def linears(self, block: nn.Module, index: int) -> list[list[BlockLinear]]:
@@ -348,6 +371,13 @@ class Decoder:
         resident: dict[int, nn.Module] = {}
         for index, block in enumerate(blocks_of(model, self._blocks)):
             block.forward = self._streamer(index, resident, keep=index < num_resident)
+        own = model.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with self._failures():
+                return own(*args, **kwargs)
+
+        model.forward = forward
         return model
 
     def _streamer(self, index: int, resident: dict[int, nn.Module], keep: bool) -> Callable[..., Any]:
@@ -387,6 +417,12 @@ class Decoder:
     def _like(self) -> Tensor:
         return torch.empty(0, device=self.device, dtype=self.dtype)
 
+    def _failures(self) -> AbstractContextManager[None]:
+        """Return the context in which the model's own code runs."""
+        return failures_as(
+            lambda reason: CheckpointError(f"{self.weights.path}: transformers cannot run it: {reason}")
+        )
+
     def _refusal(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"{self.weights.path}: the layers of model type {self.config.model_type!r} {reason}, "
@@ -404,8 +440,8 @@ class _InputRecorder:
         self.inputs.setdefault(module, []).append(args[0])
 
 
-class _Reached(Exception):
-    """Ends a block's forward at the layer whose input is wanted."""
+class _Reached(BaseException):
+    """Ends a block's forward at the layer whose input is wanted. No Exception, because it is no failure."""
 
     def __init__(self, inputs: Tensor) -> None:
         super().__init__()

@@ -19,18 +19,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter
 
 from compressor.codec import row_blocks
-from compressor.pairs import Pairs, TensorPair, is_computed, layer_order
+from compressor.names import converters_of, stored_targets
+from compressor.pairs import Pairs, TensorPair, layer_order
 from compressor.sources import TOKEN_IDS
-from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint, StoredTensor
+from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint, StoredTensor, is_computed
 from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.format.artifact import Artifact
 from deltastore.format.files import GENERATION_FILE
@@ -97,20 +92,11 @@ class WeightMap:
 
     @classmethod
     def of(cls, model: PreTrainedModel, weights: Weights) -> WeightMap:
-        transforms = get_model_conversion_mapping(model)
-        renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        known, prefix = model.state_dict(), model.base_model_prefix
+        by_pattern = {pattern: entry for entry in converters_of(model) for pattern in entry.source_patterns}
         sources: dict[str, _Source] = {}
-        # In natural order, because experts are stacked by number.
-        for name in sorted(weights.tensors, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, prefix, known)
-            if target not in known and name in known:
-                target, pattern = name, None
-            if target in known:
-                source = sources.setdefault(target, _Source(by_pattern[pattern] if pattern else None))
-                source.tensors.append((name, pattern or name))
+        for name, target, pattern in stored_targets(model, weights.tensors):
+            source = sources.setdefault(target, _Source(by_pattern[pattern] if pattern else None))
+            source.tensors.append((name, pattern or name))
         return cls(model, weights, sources, dict(model.all_tied_weights_keys))
 
     def stored_name(self, parameter: str) -> str | None:
@@ -218,8 +204,8 @@ class DeltaModel:
             raise ArtifactError(f"{self.artifact.where}: {GENERATION_FILE} holds no JSON object")
         config = {**self.base.config, **{key: ids[key] for key in TOKEN_IDS if key in ids}}
         config["tie_word_embeddings"] = manifest.tied
-        if self.base.embedding_name:
-            config["vocab_size"] = self.shape(self.base.embedding_name)[0]
+        if self.base.embedding_name and (shape := self.shape(self.base.embedding_name)):
+            config["vocab_size"] = shape[0]
         return config
 
     @property

@@ -17,7 +17,7 @@ from compressor.config import Calibration
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.sampling import sample
 from compressor.sources import HUB_ID, has_tokenizer, load_tokenizer
-from deltastore.errors import CheckpointError, UsageError
+from deltastore.errors import CheckpointError, UsageError, failures_as
 
 MIN_SEQUENCES = (
     16  # of given text; validation and test text take 8, and fewer than 8 say little of a distribution
@@ -178,7 +178,7 @@ def _user_turn(directory: Path, tokenizer: Any | None) -> list[int]:
         return []
     message = [{"role": "user", "content": MESSAGE_MARK}]
     text = _chat_text(message, f"{directory}: `text` self", tokenizer)
-    return list(tokenizer(text.partition(MESSAGE_MARK)[0], add_special_tokens=False)["input_ids"])
+    return _token_ids(text.partition(MESSAGE_MARK)[0], str(directory), tokenizer, add_special_tokens=False)
 
 
 def _usable_tokens(finetune: Decoder, tokenizer: Any | None) -> Tensor:
@@ -205,7 +205,7 @@ def _records(source: str, tokenizer: Any, max_chars: int) -> Iterator[list[int]]
     if path.suffix in (".jsonl", ".json"):
         return (_record_ids(record, where, tokenizer) for where, record in _json_lines(path))
     if path.is_file() or path.suffix == ".txt":
-        return iter([list(tokenizer(_read_text(path, max_chars), verbose=False)["input_ids"])])
+        return iter([_token_ids(_read_text(path, max_chars), str(path), tokenizer)])
     return (_record_ids(record, where, tokenizer) for where, record in _dataset(source))
 
 
@@ -219,21 +219,26 @@ def _chat_text(messages: Any, where: str, tokenizer: Any) -> str:
         UsageError: messages of another form, or that the template refuses.
         CheckpointError: no chat template.
     """
-    # Deferred, because only chat records need it.
-    from jinja2 import TemplateError
-
     if tokenizer.chat_template is None:
         raise CheckpointError(
             f"{where}: the fine-tune has no chat template: give records of text, or `text='self'`"
         )
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UsageError(f"{where}: messages are a list of objects with role and content")
-    try:
+    with failures_as(
+        lambda reason: UsageError(f"{where}: the fine-tune's chat template refuses these messages: {reason}")
+    ):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE))
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{where}: the fine-tune's chat template refuses these messages: {_reason(error)}"
-        ) from error
+
+
+def _token_ids(text: str, where: str, tokenizer: Any, **options: Any) -> list[int]:
+    """Return the ids of a text.
+
+    Raises:
+        UsageError: text that the tokenizer refuses, such as a lone surrogate.
+    """
+    with failures_as(lambda reason: UsageError(f"{where}: the fine-tune's tokenizer refuses it: {reason}")):
+        return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 
 def _read_text(path: Path, max_chars: int) -> str:
@@ -309,12 +314,12 @@ def _record_ids(record: Any, where: str, tokenizer: Any) -> list[int]:
         raise UsageError(f"{where}: {RECORD_KEYS}")
     if "messages" in record:
         text = _chat_text(record["messages"], where, tokenizer)
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return _token_ids(text, where, tokenizer, add_special_tokens=False)
     parts = [record[key] for key in ("prompt", "completion") if key in record]
     parts = parts if len(parts) == 2 else [record.get("text")]
     if not all(isinstance(part, str) for part in parts):
         raise UsageError(f"{where}: {RECORD_KEYS}")
-    ids = list(tokenizer("".join(parts), verbose=False)["input_ids"])
+    ids = _token_ids("".join(parts), where, tokenizer)
     end = tokenizer.eos_token_id
     return [*ids, end] if len(parts) == 2 and end is not None and ids[-1:] != [end] else ids
 

@@ -43,10 +43,11 @@ def check_base(artifact: Artifact, base: Base, where: str | None = None) -> None
         ArtifactError: The fingerprint is this base's, but a tensor does not fit it.
     """
     where, manifest = where or artifact.where, artifact.manifest
-    if manifest.base_fingerprint != base.fingerprint:
+    if not base.is_named(manifest.base_fingerprint):
         raise BaseMismatch(
             f"{where}: made from base {shown(manifest.base_id)} ({manifest.base_fingerprint[:12]}), and this base is "
-            f"{shown(base.id)} ({base.fingerprint[:12]}): compress the fine-tune against this base again"
+            f"{shown(base.id)} ({base.fingerprint[:12]}): compress the fine-tune against this base "
+            "again, or, if the base was saved again since, serve the files that the delta was made from"
         )
     if different := different_facts(manifest.config, base.config):
         raise BaseMismatch(

@@ -332,12 +332,13 @@ def finetune_answers(
 
 def generate_in_this_process(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Answer greedily with transformers, on a GPU whose memory suffices, else on the CPU; see `finetune_answers`."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
+
+    from compressor.decoder.decoder import whole_model
 
     disable_progress_bar()
     on_gpu = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > task["needed_bytes"]
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=getattr(torch, task["dtype"])).eval()
+    model = whole_model(Path(task["model"]), getattr(torch, task["dtype"])).eval()
     model.to("cuda" if on_gpu else "cpu")
     tokenizer = load_tokenizer(Path(task["tokenizer"]))
     answers = []

@@ -183,7 +183,7 @@ class Service:
     def check_base(self, record: VersionRecord) -> None:
         """Raise BaseMismatch if a version was made from another base than this server runs."""
         base = self.engine.facts.base
-        if record.base_fingerprint != base.fingerprint:
+        if not base.is_named(record.base_fingerprint):
             raise BaseMismatch(
                 f"version {record.version} of {record.name!r} was made from another base than {base.id}, which this "
                 "server runs: send the request to a server with its base, or compress it again from this one"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltastore.base import Base
-from deltastore.checkpoint import Checkpoint
+from deltastore.checkpoint import Checkpoint, is_computed
 from deltastore.errors import CheckpointError, NotServable
 from deltastore.format.layout import FLOATS
 from deltastore.servable import is_norm, kind, no_head
@@ -186,8 +186,7 @@ def check_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     if checkpoint.embedding_name is None:
         raise no_head(model)
     names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    # Old checkpoints store a table that transformers computes.
-    computed = {name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")}
+    computed = set(filter(is_computed, checkpoint.tensors))
     unknown = sorted(checkpoint.shapes().keys() - names - computed - {checkpoint.head_name})
     if unknown:
         raise NotServable(

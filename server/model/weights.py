@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,10 +23,9 @@ from transformers.utils.logging import disable_progress_bar
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.console import byte_progress
-from deltastore.errors import CheckpointError
-from deltastore.fingerprint import cached_fingerprint, fingerprint, shard_state
-from deltastore.memory import is_out_of_memory
-from deltastore.servable import CONFIG_ERRORS, model_class, read_config, refused_config, servable_model
+from deltastore.errors import CheckpointError, failures_as
+from deltastore.fingerprint import cached_fingerprints, fingerprints, shard_state
+from deltastore.servable import model_class, read_config, refused_config, servable_model
 from server.deltas.layers import check_tensors
 from server.errors import Draining
 from server.log import LogLines
@@ -86,14 +86,14 @@ def read_base(
     # Before the weights take memory.
     check_tensors(servable_model(checkpoint.path), checkpoint)
     state = shard_state(checkpoint)
-    known = cached_fingerprint(state)
+    known = cached_fingerprints(state)
     digests: dict[str, str] | None = None if known else {}
     total = sum(stored.num_bytes for stored in checkpoint.tensors.values())
     with byte_progress(total, f"reading {checkpoint.path.name}", enabled=True, file=LogLines(log)) as bar:
         model = _load(_Reading(checkpoint, digests, stopping, bar.update), device, dtype)
     if shard_state(checkpoint) != state:
         raise CheckpointError(f"{checkpoint.path}: a shard changed while it was read: start the server again")
-    return model, Base.of(checkpoint, fingerprint=known or fingerprint(checkpoint, digests=digests))
+    return model, Base.of(checkpoint, fingerprints=known or fingerprints(checkpoint, digests=digests))
 
 
 def _load(reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
@@ -102,14 +102,10 @@ def _load(reading: _Reading, device: torch.device, dtype: torch.dtype) -> PreTra
     # With accelerate each tensor goes to the device as it is read; without it the host holds all of them first.
     placement = {"device_map": {"": device}} if device.type == "cuda" and find_spec("accelerate") else {}
     tensors = {name: _StoredSlice(reading, name) for name in reading.checkpoint.tensors}
-    try:
+    with failures_as(partial(refused_config, reading.checkpoint.path)):
         model, info = model_class(config).from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, **placement
         )
-    except CONFIG_ERRORS as error:
-        if is_out_of_memory(error):
-            raise
-        raise refused_config(reading.checkpoint.path, error) from error
     if missing := sorted(info["missing_keys"]):
         raise CheckpointError(
             f"{reading.checkpoint.path}: {missing[0]!r}, which its config.json asks for, is in none of its shards: "

@@ -147,7 +147,9 @@ def test_a_task_of_the_hub_without_a_network_is_one_line(
     evaluated: Evaluated, offline: None, capsys: Captured
 ) -> None:
     message = document(evaluated.args(tasks="paper"), capsys, code=2)["error"]["message"]
-    assert message.startswith("--tasks arc_challenge: it cannot be loaded (Couldn't reach 'allenai/ai2_arc'")
+    assert message.startswith(
+        "--tasks arc_challenge: it cannot be loaded (ConnectionError: Couldn't reach 'allenai/ai2_arc'"
+    )
     assert message.endswith("try again where the hub is reachable, or give a .yaml file")
 
 

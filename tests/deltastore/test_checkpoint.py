@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltastore.base import Base, architecture, different_facts
-from deltastore.checkpoint import BLOCK_BYTES, INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltastore.errors import CheckpointError
-from deltastore.fingerprint import MAX_CACHED_FINGERPRINTS, default_cache, fingerprint
+from deltastore.checkpoint import BLOCK_BYTES, DTYPE_NAME, INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltastore.errors import CheckpointError, UsageError, failures_as
+from deltastore.fingerprint import MAX_CACHED_FINGERPRINTS, Fingerprints, default_cache, fingerprints
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 CONFIG = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 4, "rope_theta": 1e4}
@@ -52,7 +54,7 @@ def save(directory: Path, tensors: dict[str, Tensor], num_shards: int = 1) -> Pa
 
 def print_of(directory: Path) -> str:
     """Fingerprint a directory, with a cache file of its own."""
-    return fingerprint(Checkpoint.open(directory), directory.parent / f"{directory.name}.cache")
+    return fingerprints(Checkpoint.open(directory), directory.parent / f"{directory.name}.cache").own
 
 
 @pytest.fixture
@@ -136,7 +138,7 @@ def shard_of(directory: Path, number: int) -> Path:
         (lambda d: (d / "config.json").write_text("[]"), "it is not a JSON object"),
         (lambda d: (d / "config.json").write_text("{"), "its JSON cannot be read"),
         (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "its JSON cannot be read"),
-        (lambda d: (d / INDEX_FILE).unlink(), r"save the model as safetensors with save_pretrained"),
+        (lambda d: (d / INDEX_FILE).unlink(), f"shards without their index .*: fetch {INDEX_FILE}"),
         (lambda d: (d / INDEX_FILE).write_text("{}"), "it has no weight_map"),
         (lambda d: (d / INDEX_FILE).write_text('{"weight_map": {"a": 1}}'), "it has no weight_map"),
         (lambda d: (d / INDEX_FILE).write_text('{"weight_map": {}}'), "hold no tensors"),
@@ -179,12 +181,12 @@ def test_a_shard_that_shrinks_or_goes_later_is_an_error(whole: Path) -> None:
     with pytest.raises(CheckpointError, match=r"truncated: it ends .* fetch the shard again"):
         checkpoint.read(stored.name)
     with pytest.raises(CheckpointError, match="truncated"):
-        fingerprint(checkpoint, whole / "cache")
+        fingerprints(checkpoint, whole / "cache")
     (whole / SINGLE_FILE).unlink()
     with pytest.raises(CheckpointError, match="No such file"):
         checkpoint.read(stored.name)
     with pytest.raises(CheckpointError, match="No such file"):
-        fingerprint(checkpoint, whole / "cache")
+        fingerprints(checkpoint, whole / "cache")
 
 
 def test_the_fingerprint_of_fixed_tensors_is_known(tmp_path: Path) -> None:
@@ -264,7 +266,7 @@ def num_hashed(directory: Path) -> int:
     """Count the bytes that are hashed for a directory's fingerprint, with the cache of `print_of`."""
     hashed: list[int] = []
     cache = directory.parent / f"{directory.name}.cache"
-    fingerprint(Checkpoint.open(directory), cache, hashed.append)
+    fingerprints(Checkpoint.open(directory), cache, hashed.append)
     return sum(hashed)
 
 
@@ -290,26 +292,28 @@ def test_another_file_under_the_same_name_size_and_time_is_hashed_again(whole: P
 
 def test_a_cache_keeps_the_newest_fingerprints_alone(whole: Path, tmp_path: Path) -> None:
     cache = tmp_path / "whole.cache"
-    others = {f"{number:064x}": "0" * 64 for number in range(MAX_CACHED_FINGERPRINTS)}
+    others = {f"{number:064x}": ["0" * 64] for number in range(MAX_CACHED_FINGERPRINTS)}
     cache.write_text(json.dumps(others))
     value = print_of(whole)
     known = json.loads(cache.read_text())
     assert list(known)[:-1] == list(others)[1:]
-    assert list(known.values())[-1] == value
+    assert list(known.values())[-1][0] == value
 
 
 def test_programs_that_end_together_all_remember_their_fingerprints(tmp_path: Path) -> None:
     bases = [save(tmp_path / f"base{number}", {"a": torch.full((1,), number)}) for number in range(16)]
     with ThreadPoolExecutor(16) as pool:
-        values = set(pool.map(lambda base: fingerprint(Checkpoint.open(base), tmp_path / "cache"), bases))
-    assert set(json.loads((tmp_path / "cache").read_text()).values()) == values
+        values = set(
+            pool.map(lambda base: fingerprints(Checkpoint.open(base), tmp_path / "cache").own, bases)
+        )
+    assert {own for own, *_ in json.loads((tmp_path / "cache").read_text()).values()} == values
     assert len(values) == 16
 
 
 def test_a_base_takes_a_fingerprint_that_is_known_already_and_reads_nothing(whole: Path) -> None:
     checkpoint = Checkpoint.open(whole)
     os.truncate(whole / SINGLE_FILE, 0)
-    base = Base.of(checkpoint, fingerprint="5f" * 32)
+    base = Base.of(checkpoint, fingerprints=Fingerprints("5f" * 32))
     assert base.fingerprint == "5f" * 32
     assert base.shapes[EMBEDDING] == (7, 12)
 
@@ -331,7 +335,7 @@ def test_a_user_without_a_home_has_no_cache(whole: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
     assert not default_cache().exists()
-    assert fingerprint(Checkpoint.open(whole)) == print_of(whole)
+    assert fingerprints(Checkpoint.open(whole)).own == print_of(whole)
 
 
 def test_old_and_new_keys_of_one_configuration_are_the_same_facts() -> None:
@@ -356,3 +360,219 @@ def test_a_configuration_of_an_unknown_model_is_taken_as_it_is() -> None:
 def test_a_configuration_that_the_library_refuses_is_an_error() -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: transformers refuses it: .*hidden_size"):
         architecture({"model_type": "llama", "hidden_size": "wide"})
+
+
+def frequencies(dtype: torch.dtype, features: int = 3, theta: float = 1e4) -> Tensor:
+    """Return the table that transformers computed and saved up to 4.31, for CONFIG's heads."""
+    return (1.0 / theta ** (torch.arange(0, features, 2).float() / features)).to(dtype)
+
+
+def identified(directory: Path) -> Base:
+    return Base.of(Checkpoint.open(directory), directory.parent / f"{directory.name}.cache")
+
+
+def old_fingerprint(tensors: dict[str, Tensor]) -> str:
+    """Compute the fingerprint as version 0.1 did: of every tensor."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        stored = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(stored).hexdigest()
+        total.update(
+            json.dumps([name, DTYPE_NAME[tensors[name].dtype], list(tensors[name].shape), digest]).encode()
+        )
+        total.update(b"\n")
+    return total.hexdigest()
+
+
+ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_base_saved_again_without_computed_tables_is_the_same(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = weights() | {QUERY: torch.ones(2, 2)}
+    old = tensors | {ROTARY: frequencies(dtype)}
+    with_tables, without = (
+        identified(save(tmp_path / "old", old)),
+        identified(save(tmp_path / "new", tensors)),
+    )
+    assert with_tables.fingerprint == without.fingerprint == old_fingerprint(tensors)
+    # Artifacts of version 0.1, which were made from either.
+    for former in (old_fingerprint(old), old_fingerprint(tensors)):
+        assert with_tables.is_named(former)
+        assert without.is_named(former)
+
+
+def test_a_table_that_no_configuration_gives_is_named_by_the_base_that_stores_it_alone(
+    tmp_path: Path,
+) -> None:
+    tensors = weights() | {QUERY: torch.ones(2, 2)}
+    old = tensors | {ROTARY: 2 * frequencies(torch.float32)}
+    with_tables, without = (
+        identified(save(tmp_path / "old", old)),
+        identified(save(tmp_path / "new", tensors)),
+    )
+    assert with_tables.is_named(old_fingerprint(old))
+    assert not without.is_named(old_fingerprint(old))
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.uint8], ids=str)
+@pytest.mark.parametrize("has_rotary", [True, False])
+def test_masks_of_old_checkpoints_are_made_too(
+    mask_dtype: torch.dtype, has_rotary: bool, tmp_path: Path
+) -> None:
+    attention = "gpt_neox.layers.0.attention"
+    tensors = {"gpt_neox.embed_in.weight": torch.ones(7, 12), f"{attention}.dense.weight": torch.ones(2, 2)}
+    tables = {
+        f"{attention}.bias": torch.ones(5, 5).tril()[None, None].to(mask_dtype),
+        f"{attention}.masked_bias": torch.tensor(-1e9).half(),
+    }
+    if has_rotary:
+        tables[f"{attention}.rotary_emb.inv_freq"] = frequencies(torch.float16, 2)
+    config = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 2, "rotary_pct": 0.25}
+    for name, stored in (("new", tensors), ("old", tensors | tables)):
+        save(tmp_path / name, stored)
+        (tmp_path / name / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 5}))
+    assert identified(tmp_path / "new").fingerprint == identified(tmp_path / "old").fingerprint
+    assert identified(tmp_path / "new").is_named(old_fingerprint(tensors | tables))
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"num_attention_heads": 0},
+        {"rope_theta": "wide"},
+        {"hidden_size": 1 << 40},
+        {"head_dim": [1]},
+        {"rope_parameters": "x"},
+        {"rope_parameters": {"full": {"rope_theta": 1.0}}},
+        {"model_type": "gpt2", "n_positions": 1 << 40},
+        {"rope_theta": -1},
+    ],
+    ids=str,
+)
+def test_a_configuration_that_gives_no_tables_costs_no_fingerprint(
+    lies: dict[str, object], tmp_path: Path
+) -> None:
+    directory = save(tmp_path / "base", weights() | {QUERY: torch.ones(2, 2)})
+    value = print_of(directory)
+    (directory / "config.json").write_text(json.dumps(CONFIG | lies))
+    assert print_of(directory) == value
+
+
+def test_a_changed_weight_has_no_former_fingerprint_in_common(tmp_path: Path) -> None:
+    one, other = (
+        identified(
+            save(
+                tmp_path / name,
+                weights() | {QUERY: torch.full((2, 2), value), ROTARY: frequencies(torch.half)},
+            )
+        )
+        for name, value in (("one", 1.0), ("other", 2.0))
+    )
+    assert not {one.fingerprint, *one.former} & {other.fingerprint, *other.former}
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ([], "it is empty"),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "an adapter of peft ('adapter_config.json'): it is a fine",
+        ),
+        (
+            ["pytorch_model.bin"],
+            "weights as a pickle, which could run code and is not loaded ('pytorch_model.bin')",
+        ),
+        (["pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"], "weights as a pickle"),
+        (["model.Q4_K_M.gguf"], "weights in llama.cpp's form (GGUF) ('model.Q4_K_M.gguf')"),
+        (
+            ["consolidated.safetensors", "params.json"],
+            "weights in the form of the model's authors (consolidated)",
+        ),
+        (["consolidated.00.pth", "params.json"], "weights in the form of the model's authors (consolidated)"),
+        (
+            ["global_step500", "zero_to_fp32.py", "latest"],
+            "shards of DeepSpeed ('global_step500'): run its zero_to",
+        ),
+        ([".metadata", "__0_0.distcp"], "a distributed checkpoint of torch (FSDP)"),
+        (["pytorch_model_fsdp_0"], "a distributed checkpoint of torch (FSDP)"),
+        (["tf_model.h5"], "weights of another framework"),
+        (["model-00001-of-00002.safetensors"], f"shards without their index .*: fetch {INDEX_FILE}"),
+        (
+            ["model.fp16.safetensors"],
+            f"safetensors files of other names .*: rename a whole model to {SINGLE_FILE}",
+        ),
+        (["checkpoint-500", "checkpoint-1000"], "checkpoints of a training run ('checkpoint-1000')"),
+        (["model.safetensors.incomplete"], "an unfinished download"),
+        (["optimizer.pt", "notes.md"], "it holds 'notes.md', 'optimizer.pt'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_a_directory_without_a_usable_checkpoint_lists_what_it_holds(
+    files: list[str], says: str, tmp_path: Path
+) -> None:
+    for file in files:
+        (tmp_path / file).touch()
+    expected = says if ".*" in says else re.escape(says)
+    with pytest.raises(CheckpointError, match=expected) as caught:
+        Checkpoint.open(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    kind = re.escape("it holds 'config.json'") if says.startswith("it ") else expected
+    with pytest.raises(CheckpointError, match=kind):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_checkpoint_one_directory_below_is_named(whole: Path) -> None:
+    with pytest.raises(CheckpointError, match="a checkpoint in 'whole': give that directory"):
+        Checkpoint.open(whole.parent)
+
+
+def test_a_pointer_of_git_and_a_link_to_nothing_are_named(whole: Path) -> None:
+    file = whole / SINGLE_FILE
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 5\n")
+    with pytest.raises(CheckpointError, match="run `git lfs pull`"):
+        Checkpoint.open(whole)
+    file.unlink()
+    file.symlink_to("../blobs/gone")
+    with pytest.raises(CheckpointError, match="a link to a file that is gone"):
+        Checkpoint.open(whole)
+
+
+def test_an_index_of_another_save_is_named(sharded: Path) -> None:
+    shard_of(sharded, 2).rename(sharded / "model-00002-of-00002.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"names 'model-00002-of-00003.safetensors', which is not there, and not '"
+    ):
+        Checkpoint.open(sharded)
+
+
+def test_failures_of_libraries_are_one_line_and_others_pass() -> None:
+    class PanicException(BaseException):
+        """As PyO3 raises for a panic of Rust code."""
+
+    for failure in (
+        AttributeError("a\nb"),
+        Exception("\ud800\x1b"),
+        RecursionError(),
+        ImportError(),
+        PanicException("p"),
+    ):
+        with pytest.raises(CheckpointError) as caught, failures_as(CheckpointError):
+            raise failure
+        assert str(caught.value).startswith(f"{type(failure).__name__}: ")
+        assert str(caught.value).isprintable()
+        assert caught.value.__cause__ is failure
+    passing = (KeyboardInterrupt, SystemExit, MemoryError, lambda: RuntimeError("CUDA out of memory"))
+    for make in (*passing, lambda: UsageError("own")):
+        error = make()
+        with pytest.raises(type(error)) as passed, failures_as(CheckpointError):
+            raise error
+        assert passed.value is error
+    with (
+        pytest.raises(CheckpointError, match=r"OSError: no \(path\)$"),
+        failures_as(CheckpointError, hides_paths=True),
+    ):
+        raise OSError("no '/etc/secret'")

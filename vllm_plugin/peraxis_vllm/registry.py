@@ -224,7 +224,7 @@ class RegistryManager(DeltaManager):
         record = self._registry.resolve(found["tenant"], found["name"], int(found["version"]), owned=True)
         if path_of(record) != path:
             raise VariantNotFound(f"{record.label} has other bytes than it had: ask for it again")
-        if record.base_fingerprint != self._base.fingerprint:
+        if not self._base.is_named(record.base_fingerprint):
             raise BaseMismatch(
                 f"{record.label} was made from another base than {self._base.id}, which vLLM serves"
             )

@@ -16,7 +16,7 @@ from torch import Tensor
 from deltastore import console
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError, NotServable, PeraxisError
-from deltastore.fingerprint import fingerprint
+from deltastore.fingerprint import fingerprints
 from deltastore.servable import own_dtype
 from server.model import weights
 from server.model.loader import load_model
@@ -122,7 +122,7 @@ def test_nan_in_a_weight_is_refused_as_such(base: Path) -> None:
 def test_the_fingerprint_is_computed_while_reading(base: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(base)
     _, found = read_base(checkpoint, CPU, torch.bfloat16, threading.Event())
-    assert found.fingerprint == fingerprint(checkpoint, cache=tmp_path / "other.json")
+    assert found.fingerprint == fingerprints(checkpoint, cache=tmp_path / "other.json").own
 
 
 def test_progress_of_reading_is_in_the_log_and_nowhere_else(

@@ -116,7 +116,9 @@ class TensorPair:
     def whole(self) -> Tensor:
         """Return the fine-tune's tensor as it is stored."""
         whole = self.finetune.read(self.tensor.name)
-        if not all(is_finite(whole[rows]) for rows in row_blocks(self.tensor.shape)):
+        # Flat, because a tensor may have no dimension.
+        flat = whole.reshape(-1)
+        if not all(is_finite(flat[block]) for block in row_blocks(tuple(flat.shape))):
             raise _not_finite(self.tensor)
         return whole
 

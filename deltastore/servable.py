@@ -9,15 +9,18 @@ import copy
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
+from transformers.activations import XIELUActivation
 
 from deltastore.checkpoint import TORCH_DTYPE, Checkpoint
 from deltastore.errors import CheckpointError, NotServable, failures_as
 
+# How a delta acts on a module's own parameters. Those of norms and activations are vectors of one token's features.
+ModuleKind = Literal["linear", "embedding", "norm", "activation"]
 SERVED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -89,14 +92,25 @@ def kind(model: PreTrainedModel) -> str:
     return f"model type {model.config.model_type!r}"
 
 
-def is_norm(module: nn.Module) -> bool:
-    """Return whether a module's own parameters are all vectors that normalise, scale or shift features."""
-    own = [value for _, value in module.named_parameters(recurse=False)]
-    return (
-        bool(own)
-        and all(value.dim() == 1 for value in own)
-        and not isinstance(module, (nn.Linear, nn.Embedding))
-    )
+def module_kind(module: nn.Module) -> ModuleKind | None:
+    """Return how a delta acts on a module's own parameters; None if no way is known, or it has none.
+
+    A module that is not known is refused: a delta of its parameters would be stored and read by no layer.
+    """
+    own, forward = dict(module.named_parameters(recurse=False)), type(module).forward
+    if isinstance(module, nn.Linear):
+        return "linear" if forward is nn.Linear.forward else None
+    if isinstance(module, nn.Embedding):
+        # It returns its rows, at most scaled. Learned position embeddings compute more.
+        is_lookup = forward is nn.Embedding.forward or hasattr(module, "embed_scale")
+        return "embedding" if is_lookup else None
+    if isinstance(module, nn.LayerNorm):
+        return "norm" if forward is nn.LayerNorm.forward else None
+    if not own or any(value.dim() != 1 for value in own.values()):
+        return None
+    if type(module).__name__.endswith("Norm") and own.keys() <= {"weight", "bias"}:
+        return "norm"
+    return "activation" if isinstance(module, XIELUActivation) else None
 
 
 def no_head(model: PreTrainedModel) -> NotServable:
@@ -111,18 +125,10 @@ def _check_modules(model: PreTrainedModel) -> None:
     unknown = [
         f"{name} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-        and not (isinstance(module, nn.Linear) or _is_lookup(module) or is_norm(module))
+        if any(True for _ in module.parameters(recurse=False)) and module_kind(module) is None
     ]
     if unknown:
         raise NotServable(
             f"{kind(model)}: {len(unknown)} modules with weights are neither linear, embedding nor norm: "
             f"{', '.join(unknown[:3])}; such models can be compressed and merged, not served"
         )
-
-
-def _is_lookup(module: nn.Module) -> bool:
-    """True for an embedding that returns its rows, at most scaled. Learned position embeddings compute more."""
-    return isinstance(module, nn.Embedding) and (
-        type(module).forward is nn.Embedding.forward or hasattr(module, "embed_scale")
-    )

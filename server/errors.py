@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from deltastore.errors import PeraxisError, VariantQuarantined
+from collections.abc import Sequence
+
+from deltastore.errors import ArtifactError, PeraxisError, VariantQuarantined, shown
 from server.tenants.tenant import Rates
 
 
@@ -98,3 +100,12 @@ class Forbidden(PeraxisError):
 
 class KeyNotFound(PeraxisError):
     """There is no API key with this id."""
+
+
+def unread_tensor(names: Sequence[str]) -> ArtifactError:
+    """Return the error for an artifact that changes tensors which no layer reads from a delta."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return ArtifactError(
+        f"it changes {shown(names[0])}{more}, which layers of this base read and a delta cannot act on: keep the "
+        "base's values in the fine-tune, or serve what `peraxis merge` writes as a base of its own"
+    )

@@ -305,7 +305,7 @@ async def check(service: Service, destination: Destination, sealed: SealedUpload
     """Check that this server can serve an upload; raises as `ArtifactChecks.check` does."""
     engine = service.engine.facts
     return await service.artifact_checks.check(
-        destination.tenant.name, sealed.path, sealed.size_bytes, engine.base, engine.slot_bytes
+        destination.tenant.name, sealed.path, sealed.size_bytes, engine.base, engine.slot_bytes, engine.unread
     )
 
 

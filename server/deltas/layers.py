@@ -1,4 +1,4 @@
-"""Make every layer of a model delta-aware: hooks on linear layers, embeddings and norms.
+"""Make every layer of a model delta-aware: hooks on linear layers, embeddings, norms and activations.
 
 Norms run transformers' own code, with the weight of each row's variant in place of the base's. RMSNorms, ``1 + w``
 forms included, broadcast one weight vector per token. `nn.LayerNorm` does not and is replaced by its own formula.
@@ -10,7 +10,7 @@ A checkpoint whose tensors are not the model's is refused before it is loaded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint, is_computed
 from deltastore.errors import CheckpointError, NotServable
 from deltastore.format.layout import FLOATS
-from deltastore.servable import is_norm, kind, no_head
+from deltastore.servable import kind, module_kind, no_head
 from server.deltas.resident import BatchContext, Part, StepDeltas
 from server.kernels import add_planes, add_rows
 
 
 class NormDelta:
-    """Sets the weight (and bias) of one norm to those of each row's variant before it runs."""
+    """Sets the vectors of one norm or activation to those of each row's variant before it runs."""
 
     def __init__(self, module: nn.Module, name: str, context: BatchContext) -> None:
         self.context = context
@@ -222,10 +222,15 @@ def attach(model: PreTrainedModel, base: Base) -> BatchContext:
             # Some checkpoints name the head otherwise than the model does.
             stored = base.head or f"{name}.weight"
             HeadDelta(module, stored.removesuffix(".weight"), base.embedding.removesuffix(".weight"), context)
-        elif isinstance(module, nn.Linear):
-            LinearDelta(module, name, context)
-        elif isinstance(module, nn.Embedding):
-            EmbeddingDelta(module, name, context)
-        elif is_norm(module):
-            NormDelta(module, name, context)
+            continue
+        match module_kind(module):
+            case "linear":
+                LinearDelta(cast(nn.Linear, module), name, context)
+            case "embedding":
+                EmbeddingDelta(cast(nn.Embedding, module), name, context)
+            case "norm" | "activation":
+                NormDelta(module, name, context)
+            case None:
+                # `servable_model` has refused modules with parameters that are of no kind.
+                pass
     return context

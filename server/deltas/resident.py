@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltastore.base import Base
 from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
 from deltastore.errors import ArtifactError
 from deltastore.format.header import Header, TensorEntry
 from deltastore.format.manifest import Manifest, MatrixParts, TensorSpec, part_names
 from deltastore.format.sizes import one_bit_plan
-from server.errors import EngineFailed
+from server.errors import EngineFailed, unread_tensor
 from server.kernels.reference import (
     BASE_BIAS,
     BIAS,
@@ -191,8 +192,28 @@ class DeltaTables:
         together = np.array(addresses, dtype=np.int64).reshape(len(self.parts), 1 + num_slots)
         self._base_biases, self._biases = together[:, 0], together[:, 1:]
 
+    def unread(self, base: Base) -> tuple[str, ...]:
+        """Return the base's tensors that no layer would read from a delta, sorted; buffers are among them."""
+        read = {part.name for part in self.parts} | {vector.name for vector in self.vectors}
+        return tuple(sorted(base.shapes.keys() - read))
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse an artifact with a tensor that no layer reads: its requests would get another model in silence.
+
+        Raises:
+            ArtifactError: names the tensor.
+        """
+        read = {part.source(manifest) for part in self.parts} | {vector.name for vector in self.vectors}
+        if unread := sorted(manifest.tensors.keys() - read):
+            raise unread_tensor(unread)
+
     def layout(self, header: Header, manifest: Manifest, digest: str) -> DeltaLayout:
-        """Find where the tensors of the artifact that `digest` names lie."""
+        """Find where the tensors of the artifact that `digest` names lie.
+
+        Raises:
+            ArtifactError: no layer reads one of them.
+        """
+        self.check(manifest)
         names = [vector.name for vector in self.vectors]
         return layout_of(self.parts, names, header.tensors, manifest, digest)
 

@@ -246,7 +246,10 @@ def build_engine(
     )
     limits = request_limits(settings, _max_model_len(settings, model, kv_cache))
     core = EngineCore(ModelRunner(model), scheduler, residency, Telemetry(metrics), limits)
-    facts = EngineFacts(model.base, limits.max_model_len, slot_bytes, len(slots), kv_cache.page_tokens)
+    unread = model.context.tables.unread(model.base)
+    facts = EngineFacts(
+        model.base, limits.max_model_len, slot_bytes, len(slots), kv_cache.page_tokens, unread
+    )
     return Engine(core, residency, socket, facts, metrics)
 
 

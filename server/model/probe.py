@@ -29,7 +29,7 @@ from deltastore.base import Base
 from deltastore.errors import NotServable
 from deltastore.format.matrix import pack_signs
 from deltastore.memory import is_out_of_memory
-from deltastore.servable import is_norm, kind
+from deltastore.servable import kind, module_kind
 from server.deltas.resident import BatchContext, ResidentDelta, Slot
 from server.kernels.reference import FIELDS, row_of
 from server.model.attention import AttentionMetadata, Chunk, PagedAttention
@@ -474,7 +474,7 @@ def draw_delta(model: PreTrainedModel, base: Base) -> ProbeDelta:
             stored = base.head or f"{name}.weight" if module is output_head else f"{name}.weight"
             std = float(weight[:: max(1, len(weight) // STD_ROWS)].float().std()) or ZERO_STD
             planes[stored], by_address[weight.data_ptr()] = signs[weight.shape].delta_of(std, generator)
-        elif is_norm(module):
+        elif module_kind(module) in ("norm", "activation"):
             norms[module] = {
                 key: value + NORM_SHIFT * torch.randn(value.shape, generator=generator).to(value)
                 for key, value in module.named_parameters(recurse=False)

@@ -227,6 +227,8 @@ class EngineFacts(Struct, frozen=True):
     num_slots: int
     # Of the prefix cache, for the hashes that come with requests; None if the engine takes none.
     page_tokens: int | None = None
+    # The base's tensors that no layer would read from a delta, which may not change them.
+    unread: tuple[str, ...] = ()
 
 
 class Welcome(Struct, frozen=True, tag=True):

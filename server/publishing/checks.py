@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.registry.records import ArtifactFacts
 from deltastore.threads import NICENESS
-from server.errors import Draining, QueueFull, WorkerDied, WorkerKilled, WorkerTimeout
+from server.errors import Draining, QueueFull, WorkerDied, WorkerKilled, WorkerTimeout, unread_tensor
 from server.workers.pool import LOAD_LIMITS, LOAD_S, WorkerPool
 from server.workers.worker_main import Limits
 
@@ -64,7 +64,13 @@ class ArtifactChecks:
             self._preparing = asyncio.create_task(self._start_worker())
 
     async def check(
-        self, tenant: str, path: Path, num_bytes: int, base: Base, slot_bytes: int
+        self,
+        tenant: str,
+        path: Path,
+        num_bytes: int,
+        base: Base,
+        slot_bytes: int,
+        unread: tuple[str, ...] = (),
     ) -> ArtifactFacts:
         """Check that a server with this base can serve an artifact. Cancelling the call ends the check.
 
@@ -74,9 +80,11 @@ class ArtifactChecks:
             num_bytes: its size.
             base: the base of the server.
             slot_bytes: size of a slot on the device.
+            unread: the base's tensors that no layer would read from a delta.
 
         Raises:
-            ArtifactError: the artifact is malformed, or its check did not end as it should.
+            ArtifactError: the artifact is malformed or changes what no layer reads, or its check did not end as it
+                should.
             BaseMismatch: it was made from another base.
             ArtifactTooLarge: no slot can hold it, or its files are too large.
             QueueFull: too many uploads of the tenant wait for their checks, or its worker did not start or was killed.
@@ -85,7 +93,7 @@ class ArtifactChecks:
         if self._preparing is not None:
             await asyncio.wait({self._preparing})
         limits = Limits(MEMORY_BYTES, cpu_s=CHECK_S + num_bytes / READ_BYTES_PER_S)
-        facts = await self._run(tenant, limits.cpu_s, limits, check_tensors, path, base, slot_bytes)
+        facts = await self._run(tenant, limits.cpu_s, limits, check_tensors, path, base, slot_bytes, unread)
         # Within the limits of the loads that requests need.
         await self._run(tenant, LOAD_S, LOAD_LIMITS, check_files, path, self._base_dir, base)
         return facts
@@ -118,7 +126,7 @@ class ArtifactChecks:
             raise ArtifactError(f"{WHERE} cannot be read: its check failed") from error
 
 
-def check_tensors(path: Path, base: Base, slot_bytes: int) -> ArtifactFacts:
+def check_tensors(path: Path, base: Base, slot_bytes: int, unread: tuple[str, ...] = ()) -> ArtifactFacts:
     """Check all but an artifact's files, in a worker. Cheap checks run first: they bound what the others read.
 
     Raises:
@@ -131,6 +139,8 @@ def check_tensors(path: Path, base: Base, slot_bytes: int) -> ArtifactFacts:
     with Artifact.open(path, WHERE) as artifact:
         check_size(artifact, slot_bytes, WHERE)
         check_base(artifact, base, WHERE)
+        if changed := sorted(artifact.manifest.tensors.keys() & set(unread)):
+            raise unread_tensor(changed).about(WHERE)
         check_artifact(artifact, WHERE)
         manifest = artifact.manifest
         if artifact.header.data_bytes - manifest.device_bytes > MAX_FILES_BYTES:

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # an odd number, so that no row count is a multiple of a vector
@@ -57,6 +63,62 @@ MORE_SERVED: Mapping[str, Mapping[str, Any]] = {  # windows are shorter than the
     "glm": {"tie_word_embeddings": False, "head_dim": 16},
     "stablelm": {"tie_word_embeddings": False},
 }
+LAYER_TYPES = ["sliding_attention", "full_attention"] * 2
+SERVED_TOO: Mapping[str, Mapping[str, Any]] = {
+    "ministral": {"tie_word_embeddings": False, "head_dim": 16, "sliding_window": 8},
+    "ministral3": {"tie_word_embeddings": False, "head_dim": 16},
+    # Its last two layers read the keys and values of the two before them.
+    "gemma4_text": {
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 8,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": LAYER_TYPES,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "final_logit_softcapping": 30.0,
+    },
+    "olmo3": {"tie_word_embeddings": False, "sliding_window": 8, "layer_types": LAYER_TYPES[:2]},
+    "glm4": {"tie_word_embeddings": False, "head_dim": 16},
+    "exaone4": {
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": LAYER_TYPES[:2],
+    },
+    "seed_oss": {"tie_word_embeddings": False, "head_dim": 16},
+    "apertus": {"tie_word_embeddings": False},
+}
+MERGED_ONLY: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe": {
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
+    "olmoe": {"tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
+    "qwen3_5_text": {
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+}
+_OVERRIDES = {**ARCHITECTURES, **MORE_SERVED, **SERVED_TOO, **MERGED_ONLY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +130,7 @@ class Change:
     chat_template: str | dict[str, str] | None = None  # one, or several by name
     generation: Mapping[str, Any] = field(default_factory=dict)
     noise: float = 0.5  # of each tensor's own standard deviation
+    buffers: bool = False  # also those that are stored beside the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +153,11 @@ def make_pair(
     """Write ``base`` and, for each change, ``finetune-0``, ``finetune-1``, ... under `directory`.
 
     Args:
-        architecture: a key of ARCHITECTURES or of MORE_SERVED.
+        architecture: a key of ARCHITECTURES, MORE_SERVED, SERVED_TOO or MERGED_ONLY.
         config: overrides of the architecture's configuration.
     """
     generator = torch.Generator().manual_seed(seed)
-    settings = AutoConfig.for_model(
-        architecture, **{**_COMMON, **{**ARCHITECTURES, **MORE_SERVED}[architecture], **config}
-    )
+    settings = AutoConfig.for_model(architecture, **{**_COMMON, **_OVERRIDES[architecture], **config})
     base = _model(settings, dtype)
     for name, parameter in base.named_parameters():
         parameter.data = _drawn(name, parameter.data, settings.initializer_range, generator)
@@ -110,6 +171,25 @@ def make_pair(
         tokenizer = make_tokenizer(change.added_tokens, change.chat_template)
         _save(model, tokenizer, finetunes[-1], max_shard_size)
     return TinyModels(directory / "base", finetunes)
+
+
+# Sizes of configurations under the names that older model types give them.
+_OTHER_NAMES: Mapping[str, Any] = {
+    "n_embd": 64, "d_model": 64, "n_layer": 2, "n_layers": 2, "num_layers": 2, "decoder_layers": 2, "n_head": 4,
+    "n_heads": 4, "decoder_attention_heads": 4, "num_decoder_layers": 2, "n_inner": 92, "ffn_dim": 92, "d_ff": 92,
+    "decoder_ffn_dim": 92, "n_positions": 256, "head_dim": 16, "rotary_dim": 8, "sliding_window": 8,
+    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
+
+
+def shrunk(model_type: str) -> Any:
+    """Return a small configuration of any model type: its defaults, with the sizes of this file where it has them.
+
+    Raises whatever transformers does about sizes that do not fit each other.
+    """
+    defaults = CONFIG_MAPPING[model_type]()
+    given = {name: value for name, value in {**_OTHER_NAMES, **_COMMON}.items() if hasattr(defaults, name)}
+    return AutoConfig.for_model(model_type, **given)
 
 
 def make_tokenizer(
@@ -162,7 +242,14 @@ def _finetuned(base: PreTrainedModel, change: Change, generator: torch.Generator
             extra = source.std() * torch.randn((rows, *source.shape[1:]), generator=generator)
             source = torch.cat([source, extra])
         noise = torch.randn(source.shape, generator=generator)
-        parameter.data = (source + change.noise * source.std() * noise).to(parameter.dtype)
+        # One value has no deviation.
+        spread = source.std() if source.numel() > 1 else source.abs().mean()
+        parameter.data = (source + change.noise * spread * noise).to(parameter.dtype)
+    if change.buffers:
+        stored = model.state_dict()
+        for name, buffer in model.named_buffers():
+            if name in stored:
+                buffer.add_(1)
     model.tie_weights()
     return model
 

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
-from deltastore.format.header import Header
 from deltastore.format.manifest import Manifest
 from peraxis_vllm.points import POINTS, NormPoint, Point, add_point, kind_of_norm, wrap
-from server.deltas.resident import DeltaLayout, DeltaTables, Part, ReadTensors, Rows, arena, size_of_slot
+from server.deltas.resident import DeltaTables, Part, ReadTensors, Rows, arena, size_of_slot
 from server.deltas.sharding import WHOLE, Cut, RankShare
 from server.kernels import prepare
 
@@ -392,9 +391,8 @@ class _CheckedTables(DeltaTables):
         super().__init__()
         self._manager = manager
 
-    def layout(self, header: Header, manifest: Manifest, digest: str) -> DeltaLayout:
+    def check(self, manifest: Manifest) -> None:
         self._manager.check(manifest)
-        return super().layout(header, manifest, digest)
 
 
 def _packed_names(model: nn.Module) -> dict[str, list[str]]:

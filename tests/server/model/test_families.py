@@ -1,0 +1,163 @@
+"""Each tensor of each family, changed alone, is served as it is merged, or its upload is refused by name."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from deltastore.checkpoint import Checkpoint
+from deltastore.errors import ArtifactError, NotServable
+from deltastore.format.artifact import Artifact, ArtifactWriter
+from deltastore.format.header import read_into
+from server.deltas.resident import ResidentDelta, arena
+from server.model.attention import AttentionMetadata, Chunk
+from server.model.loader import ServedModel, load_model
+from server.publishing.checks import check_tensors
+from tests.helpers.tiny_models import ARCHITECTURES, MERGED_ONLY, MORE_SERVED, SERVED_TOO, Change, make_pair
+from tests.server.helpers.served import make_delta, merged
+
+CPU = torch.device("cpu")
+SLOT_BYTES = 1 << 20
+PROMPT = torch.tensor([5, 200, 17, 99, 3, 120, 64, 250, 31, 77, 180, 9])
+# Longer than the windows of families that have some; the second one reads keys of the first from the cache.
+STEPS = (slice(0, 9), slice(9, 12))
+# Stored beside the weights, and read by layers where no delta acts.
+BUFFERS = {"gemma4_text": {"layer_scalar"}, "apertus": {"beta", "eps"}}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alone:
+    """One tensor of a delta as an artifact of its own."""
+
+    name: str
+    file: Path
+
+    @classmethod
+    def of(cls, artifact: Artifact, directory: Path) -> Iterator[Alone]:
+        for number, (name, spec) in enumerate(artifact.manifest.tensors.items()):
+            file = directory / f"alone-{number}.safetensors"
+            with ArtifactWriter(file) as writer:
+                if spec.codec == "onebit":
+                    writer.add_onebit(name, artifact.onebit(name))
+                else:
+                    writer.add_whole(name, artifact.whole(name))
+                changes = {"tensors": {name: spec}, "files": [], "device_bytes": writer.device_bytes}
+                writer.finish(artifact.manifest.model_copy(update=changes))
+            yield cls(name, file)
+
+
+def load(base: Path) -> ServedModel:
+    return load_model(Checkpoint.open(base), CPU, torch.float32, threading.Event())
+
+
+def resident(served: ServedModel, files: Sequence[Path]) -> list[ResidentDelta]:
+    """Put artifacts into slots of their own."""
+    served.context.allocate(len(files), (1 + len(files)) * len(PROMPT), CPU)
+    found, tables = [], served.context.tables
+    for slot, file in zip(arena(len(files), SLOT_BYTES, CPU), files, strict=True):
+        with Artifact.open(file) as artifact:
+            layout = tables.layout(artifact.header, artifact.manifest, "0" * 64)
+            memory = slot.memory[: artifact.manifest.device_bytes]
+            read_into(artifact.fd, memory.numpy().data, artifact.header.data_start, str(file))
+        found.append(tables.adopt(layout, slot))
+    return found
+
+
+@torch.inference_mode()
+def served_logits(served: ServedModel, deltas: Sequence[ResidentDelta | None]) -> Tensor:
+    """Return the logits [deltas, tokens, vocab] of the prompt, all of whose sequences run together."""
+    served.attention.allocate(len(deltas))
+    parts = []
+    for own in STEPS:
+        counts = [own.stop - own.start] * len(deltas)
+        chunks = [Chunk(own.start, counts[0], [page]) for page in range(len(deltas))]
+        metadata = AttentionMetadata.of(chunks, served.attention.page_tokens, CPU)
+        ids, positions = (part[own].repeat(len(deltas))[None] for part in (PROMPT, torch.arange(len(PROMPT))))
+        with served.context.step(deltas, counts, counts), served.attention.step(metadata):
+            logits = served.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        parts.append(logits.view(len(deltas), counts[0], -1))
+    return torch.cat(parts, 1)
+
+
+@torch.inference_mode()
+def merged_logits(model: PreTrainedModel, name: str, values: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits [tokens, vocab] of a base whose tensor `name` has other values."""
+    # Some checkpoints name the head otherwise than the model does.
+    name = name if name in values else "lm_head.weight"
+    own = model.state_dict()[name]
+    before = own.clone()
+    own.copy_(values[name])
+    logits: Tensor = model(input_ids=PROMPT[None], use_cache=False).logits[0]
+    own.copy_(before)
+    return logits
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MORE_SERVED, *SERVED_TOO])
+def test_each_tensor_changed_alone_is_served_as_merged_or_refused(architecture: str, tmp_path: Path) -> None:
+    models = make_pair(architecture, tmp_path, seed=2, changes=(Change(buffers=True),))
+    delta = make_delta(models.base, models.finetunes[0], tmp_path / "delta.safetensors", method="both")
+    values = merged(models.base, delta, tmp_path / "merged").state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(models.base, dtype=torch.float32).eval()
+    served = load(models.base)
+    unread = served.context.tables.unread(served.base)
+    assert {name.rpartition(".")[2] for name in unread} == BUFFERS.get(architecture, set())
+    with Artifact.open(delta) as artifact:
+        every = list(Alone.of(artifact, tmp_path))
+    assert {one.name for one in every} == served.base.shapes.keys()
+    for one in every:
+        if one.name in unread:
+            with pytest.raises(ArtifactError, match=f"changes '{re.escape(one.name)}', which layers"):
+                check_tensors(one.file, served.base, SLOT_BYTES, unread)
+            # It may be in a registry that other servers publish to.
+            with pytest.raises(ArtifactError, match=f"changes '{re.escape(one.name)}', which layers"):
+                resident(served, [one.file])
+        else:
+            check_tensors(one.file, served.base, SLOT_BYTES, unread)
+    read = [one for one in every if one.name not in unread]
+    got = served_logits(served, [None, *resident(served, [one.file for one in read])])
+    for one, logits in zip(read, got[1:], strict=True):
+        want = merged_logits(plain, one.name, values)
+        assert (want - got[0]).abs().max() > 1e-3, f"{one.name} changes nothing"
+        torch.testing.assert_close(
+            logits, want, rtol=1e-4, atol=2e-4, msg=lambda text, one=one: f"{one.name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("architecture", MERGED_ONLY)
+def test_families_with_other_layers_are_refused_by_the_layers_names(
+    architecture: str, tmp_path: Path
+) -> None:
+    base = make_pair(architecture, tmp_path, changes=()).base
+    with pytest.raises(NotServable, match=r"model\.layers\.0\..*such models can be compressed and merged"):
+        load(base)
+
+
+@pytest.mark.parametrize("architecture", MERGED_ONLY)
+def test_each_tensor_of_families_that_are_not_served_is_merged(architecture: str, tmp_path: Path) -> None:
+    models = make_pair(architecture, tmp_path, seed=2, changes=(Change(buffers=True),))
+    base, finetune = Checkpoint.open(models.base), Checkpoint.open(models.finetunes[0])
+    delta = make_delta(models.base, finetune.path, tmp_path / "delta.safetensors", method="both")
+    made = merged(models.base, delta, tmp_path / "merged")
+    written = Checkpoint.open(tmp_path / "merged")
+    with Artifact.open(delta) as artifact:
+        specs = artifact.manifest.tensors
+        assert specs.keys() == base.tensors.keys() == written.tensors.keys()
+        for name, spec in specs.items():
+            before, want, got = (side.read(name).float() for side in (base, finetune, written))
+            if spec.codec == "whole":
+                assert torch.equal(got, want), name
+            else:
+                assert (got - want).norm() < (before - want).norm(), name
+    logits = [
+        model(input_ids=PROMPT[None], use_cache=False).logits
+        for model in (made, AutoModelForCausalLM.from_pretrained(models.base, dtype=torch.float32).eval())
+    ]
+    assert not torch.equal(*logits)

@@ -5,7 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import reprlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Self
+
+from deltastore.memory import is_out_of_memory
+
+MAX_REASON_CHARS = 300
 
 
 class PeraxisError(Exception):
@@ -117,3 +123,33 @@ def shown(value: object) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
+
+
+@contextmanager
+def failures_as(make_error: Callable[[str], PeraxisError], *, hides_paths: bool = False) -> Iterator[None]:
+    """Raise ``make_error(reason)`` for any failure of the block but lack of memory, interrupts and errors of Peraxis.
+
+    For every call of transformers, tokenizers, peft and Jinja on files or text of others. They document no exceptions.
+    On damaged input they raise plain `Exception`, RecursionError, ImportError, AssertionError and others, and a panic
+    of Rust code is a BaseException.
+
+    Args:
+        make_error: The error of a reason, which is one short printable line that begins with the failure's class.
+        hides_paths: Replace paths in the reason, for clients that must not see them.
+    """
+    try:
+        yield
+    except PeraxisError:
+        raise
+    except BaseException as error:
+        is_failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not is_failure or is_out_of_memory(error):
+            raise
+        raise make_error(f"{type(error).__name__}: {_one_line(str(error), hides_paths)}") from error
+
+
+def _one_line(text: str, hides_paths: bool) -> str:
+    words = text[:4096].split()
+    if hides_paths:
+        words = ["(path)" if word.strip("'\"(`").startswith("/") else word for word in words]
+    return "".join(filter(str.isprintable, " ".join(words)))[:MAX_REASON_CHARS]

@@ -237,7 +237,9 @@ def test_a_template_that_refuses_messages_says_why(tmp_path: Path) -> None:
     strict = Change(chat_template="{{ raise_exception('roles must alternate') }}")
     make_pair("llama", tmp_path, changes=(strict,))
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
-    with pytest.raises(UsageError, match=r"line 1: .*template refuses these messages: roles must alternate"):
+    with pytest.raises(
+        UsageError, match=r"line 1: .*template refuses these messages: .*roles must alternate"
+    ):
         text_of(tmp_path, path)
     with pytest.raises(UsageError, match=r"`text` self: .*roles must alternate"):
         text_of(tmp_path, "self")

@@ -34,7 +34,7 @@ def compress(
         finetune: The same, of a checkpoint or a LoRA adapter.
         out: The artifact to write.
         text: Text to fit to: ``self`` is sampled from the fine-tune, ``none`` codes the weights alone, and any other is
-            a .txt or .jsonl file or a data set of the hub.
+            a file of text or records, or a data set of the hub.
         recipe: ``ours``, or ``paper``.
         options: Any other option of `peraxis compress`, as a field of `compressor.config` names it, such as ``method``,
             ``budget`` or ``samples``.

@@ -324,7 +324,7 @@ def evaluate(
         typer.Option(
             "--text",
             metavar="FILE|self|DATASET",
-            help="Text that the delta was not fitted to: a .txt or .jsonl file, a data set of the hub, or text "
+            help="Text that the delta was not fitted to: a file of text or records, a data set of the hub, or text "
             "sampled from the fine-tune.",
         ),
     ],

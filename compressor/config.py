@@ -48,8 +48,8 @@ class Calibration:
     text: Annotated[
         str,
         Option(
-            "Text to fit to: sampled from the fine-tune itself, a .txt or .jsonl file, or a data set of the hub "
-            "(NAME or NAME:CONFIG); 'none' codes the weights alone.",
+            "Text to fit to: sampled from the fine-tune itself, a file of text or records (.txt, .jsonl, .json, .csv, "
+            ".parquet), or a data set of the hub (NAME or NAME:CONFIG); 'none' codes the weights alone.",
             TEXT,
             "self|none|FILE|DATASET",
             "--calibration",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,8 @@ from torch import Tensor
 from compressor.config import Calibration
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.sampling import sample
+from compressor.fit.record_files import file_records
+from compressor.fit.records import Chat, Completion, parse_record
 from compressor.sources import HUB_ID, has_tokenizer, load_tokenizer
 from deltastore.errors import CheckpointError, UsageError, failures_as
 
@@ -27,7 +29,8 @@ MESSAGE_MARK = "3f1c9a27"  # rendered in place of a user's message, to find wher
 HELD_OUT_PART = 10  # the share of sequences that validation and test text take together
 MIN_HELD_OUT = 8
 DATASETS = {"c4": ("allenai/c4", "en")}  # short names, and the hub's name and configuration
-RECORD_KEYS = 'a record is {"text"}, {"prompt", "completion"} or {"messages"}'
+# Names of files, where there may be none.
+FILE_SUFFIXES = (".txt", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz")
 DATE = "01 Jan 2025"  # chat templates write today's date unless they are given another
 MAX_REASON_CHARS = 200
 
@@ -120,9 +123,10 @@ def _given_text(calibration: Calibration, finetune: Decoder) -> list[Tensor]:
         )
     tokenizer = load_tokenizer(finetune.weights.path)
     max_chars = calibration.samples * calibration.length * CHARS_PER_TOKEN
-    texts = _records(calibration.text, tokenizer, max_chars)
-    packed = _packed(texts, _prefix(tokenizer), calibration.length)
-    sequences = [torch.tensor(ids) for ids in islice(packed, calibration.samples)]
+    # Closed, so that the process that reads a file ends with the last record that is needed.
+    with closing(_records(calibration.text, tokenizer, max_chars)) as texts:
+        packed = _packed(texts, _prefix(tokenizer), calibration.length)
+        sequences = [torch.tensor(ids) for ids in islice(packed, calibration.samples)]
     if len(sequences) < min(calibration.samples, MIN_SEQUENCES):
         raise UsageError(
             f"{calibration.text}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "
@@ -177,7 +181,7 @@ def _user_turn(directory: Path, tokenizer: Any | None) -> list[int]:
     if tokenizer is None or tokenizer.chat_template is None:
         return []
     message = [{"role": "user", "content": MESSAGE_MARK}]
-    text = _chat_text(message, f"{directory}: `text` self", tokenizer)
+    text = _chat_text(Chat(message), f"{directory}: `text` self", tokenizer)
     return _token_ids(text.partition(MESSAGE_MARK)[0], str(directory), tokenizer, add_special_tokens=False)
 
 
@@ -190,45 +194,45 @@ def _usable_tokens(finetune: Decoder, tokenizer: Any | None) -> Tensor:
     return torch.tensor([token for token in range(min(count, len(tokenizer))) if token not in special])
 
 
-def _records(source: str, tokenizer: Any, max_chars: int) -> Iterator[list[int]]:
+def _records(source: str, tokenizer: Any, max_chars: int) -> Generator[list[int]]:
     """Yield the ids of each record of a source.
 
     Args:
-        source: a .jsonl or .json file of records, another file of plain text, or a data set as NAME or NAME:CONFIG.
-        max_chars: how much of a text file is read.
+        source: a file of records or of plain text, or a data set as NAME or NAME:CONFIG.
+        max_chars: how much is read of a text, and at most as many records.
 
     Raises:
         UsageError: no such file or data set, or a record of another form.
         CheckpointError: chat records, and a tokenizer without a chat template.
     """
     path = Path(source)
-    if path.suffix in (".jsonl", ".json"):
-        return (_record_ids(record, where, tokenizer) for where, record in _json_lines(path))
-    if path.is_file() or path.suffix == ".txt":
-        return iter([_token_ids(_read_text(path, max_chars), str(path), tokenizer)])
-    return (_record_ids(record, where, tokenizer) for where, record in _dataset(source))
+    is_file = path.is_file() or path.name.lower().endswith(FILE_SUFFIXES)
+    with closing(file_records(path, max_chars) if is_file else _dataset(source)) as records:
+        for where, record in islice(records, max_chars):
+            if ids := _record_ids(record, where, tokenizer, max_chars):
+                yield ids
 
 
-def _chat_text(messages: Any, where: str, tokenizer: Any) -> str:
+def _chat_text(chat: Chat, where: str, tokenizer: Any) -> str:
     """Render a conversation by the tokenizer's chat template.
 
     Args:
         where: names the record in errors.
 
     Raises:
-        UsageError: messages of another form, or that the template refuses.
+        UsageError: messages or tools that the template refuses.
         CheckpointError: no chat template.
     """
     if tokenizer.chat_template is None:
         raise CheckpointError(
             f"{where}: the fine-tune has no chat template: give records of text, or `text='self'`"
         )
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise UsageError(f"{where}: messages are a list of objects with role and content")
     with failures_as(
         lambda reason: UsageError(f"{where}: the fine-tune's chat template refuses these messages: {reason}")
     ):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE))
+        return str(
+            tokenizer.apply_chat_template(chat.messages, tools=chat.tools, tokenize=False, date_string=DATE)
+        )
 
 
 def _token_ids(text: str, where: str, tokenizer: Any, **options: Any) -> list[int]:
@@ -237,50 +241,13 @@ def _token_ids(text: str, where: str, tokenizer: Any, **options: Any) -> list[in
     Raises:
         UsageError: text that the tokenizer refuses, such as a lone surrogate.
     """
-    with failures_as(lambda reason: UsageError(f"{where}: the fine-tune's tokenizer refuses it: {reason}")):
+    with failures_as(
+        lambda reason: UsageError(f"{where}: the fine-tune's tokenizer cannot encode it: {reason}")
+    ):
         return list(tokenizer(text, verbose=False, **options)["input_ids"])
 
 
-def _read_text(path: Path, max_chars: int) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            text = file.read(max_chars)
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    if not text.strip():
-        raise UsageError(f"{path}: it holds no text: give another file, or `text='self'`")
-    return text
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the position of each record, for errors, and the record."""
-    is_empty = True
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    is_empty = False
-                    yield f"{path}: line {number}", _parse(line, f"{path}: line {number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
-    if is_empty:
-        raise UsageError(f"{path}: it holds no records: give another file, or `text='self'`")
-
-
-def _parse(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: no JSON: {error}") from error
-
-
-def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
-    if isinstance(error, UnicodeDecodeError):
-        return UsageError(f"{path}: it is not UTF-8 text (byte {error.start}): convert it first")
-    return UsageError(f"{path}: {error.strerror}: give `text` a text file or a .jsonl file")
-
-
-def _dataset(source: str) -> Iterator[tuple[str, Any]]:
+def _dataset(source: str) -> Generator[tuple[str, Any]]:
     """Yield the number of each record of a data set's training part, for errors, and the record; streamed."""
     name, _, config = source.partition(":")
     if not HUB_ID.fullmatch(name):
@@ -308,20 +275,19 @@ def _dataset(source: str) -> Iterator[tuple[str, Any]]:
         ) from error
 
 
-def _record_ids(record: Any, where: str, tokenizer: Any) -> list[int]:
+def _record_ids(record: Any, where: str, tokenizer: Any, max_chars: int) -> list[int]:
     """Return a record's ids; a completion is followed by the end token, as where such records are trained on."""
-    if not isinstance(record, dict):
-        raise UsageError(f"{where}: {RECORD_KEYS}")
-    if "messages" in record:
-        text = _chat_text(record["messages"], where, tokenizer)
-        return _token_ids(text, where, tokenizer, add_special_tokens=False)
-    parts = [record[key] for key in ("prompt", "completion") if key in record]
-    parts = parts if len(parts) == 2 else [record.get("text")]
-    if not all(isinstance(part, str) for part in parts):
-        raise UsageError(f"{where}: {RECORD_KEYS}")
-    ids = _token_ids("".join(parts), where, tokenizer)
+    found, is_rendered = parse_record(record, where), False
+    if isinstance(found, Chat):
+        # Some records have their conversation as text, too.
+        is_rendered = tokenizer.chat_template is not None or not isinstance(record.get("text"), str)
+        found = _chat_text(found, where, tokenizer) if is_rendered else str(record["text"])
+    if found is None:
+        return []
+    text = found if isinstance(found, str) else found.prompt + found.completion
+    ids = _token_ids(text[:max_chars], where, tokenizer, add_special_tokens=not is_rendered)
     end = tokenizer.eos_token_id
-    return [*ids, end] if len(parts) == 2 and end is not None and ids[-1:] != [end] else ids
+    return [*ids, end] if isinstance(found, Completion) and end is not None and ids[-1:] != [end] else ids
 
 
 def _reason(error: BaseException) -> str:

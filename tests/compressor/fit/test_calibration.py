@@ -238,7 +238,7 @@ def test_a_template_that_refuses_messages_says_why(tmp_path: Path) -> None:
     make_pair("llama", tmp_path, changes=(strict,))
     path = write_lines(tmp_path / "chats.jsonl", {"messages": CHAT})
     with pytest.raises(
-        UsageError, match=r"line 1: .*template refuses these messages: TemplateError: roles must alternate"
+        UsageError, match=r"line 1: .*template refuses these messages: .*roles must alternate"
     ):
         text_of(tmp_path, path)
     with pytest.raises(UsageError, match=r"`text` self: .*roles must alternate"):

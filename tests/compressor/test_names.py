@@ -241,7 +241,7 @@ def test_a_lone_surrogate_in_text_is_one_line(models: TinyModels, tmp_path: Path
     text.write_text('{"text": "\\ud83d"}\n' * 64)
     settings = FitSettings(Calibration(str(text), samples=16, length=12))
     with pytest.raises(
-        Exception, match=r"text.jsonl: line 1: the fine-tune's tokenizer refuses it"
+        Exception, match=r"text.jsonl: line 1: the fine-tune's tokenizer cannot encode it"
     ) as caught:
         compress(
             CompressConfig(str(models.base), str(models.finetunes[0]), tmp_path / "d", fit_settings=settings)

@@ -17,6 +17,7 @@ from deltastore.errors import PeraxisError
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane
+from deltastore.format.manifest import Manifest
 from deltastore.loader import Loader
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
@@ -30,6 +31,13 @@ WAIT_S = 240.0
 CPU = torch.device("cpu")
 SLOT_BYTES = 65536
 NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+class UnreadTables(DeltaTables):
+    """The tables of a model without layers. Artifacts of any sizes are loaded, and nothing reads them."""
+
+    def check(self, manifest: Manifest) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -107,7 +115,7 @@ def running_residency(
     registry, metrics = registry or Registry(directory / "registry"), EngineMetrics()
     residency_metrics = ResidencyMetrics(metrics)
     cache = HostCache(host_cache_bytes, SLOT_BYTES, num_loads, CPU, residency_metrics, is_staged=True)
-    tables = DeltaTables()
+    tables = UnreadTables()
     tables.allocate(num_slots, CPU)
     fetcher = Fetcher(Loader(CPU, num_threads=2), cache, registry, tables)
     load_ended = threading.Event()

@@ -302,7 +302,9 @@ def check_related(pairs: Pairs) -> None:
     """
     matrices = [pair for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=False)]
     step = max(1, -(-len(matrices) // SAMPLED_MATRICES))
-    cosines = {pair.name: cosine for pair in matrices[::step] if (cosine := _cosine(pair)) is not None}
+    # For its one thread: samples are too small for more.
+    with workers():
+        cosines = {pair.name: cosine for pair in matrices[::step] if (cosine := _cosine(pair)) is not None}
     unrelated = [name for name, cosine in cosines.items() if not cosine >= RELATED_COSINE]
     if len(unrelated) > max(FEW, FEW_SHARE * len(cosines)):
         worst = min(unrelated, key=lambda name: cosines[name])
@@ -329,8 +331,8 @@ def _cosine(pair: TensorPair) -> float | None:
     product, ours, theirs = 0.0, 0.0, 0.0
     for first in places:
         block = slice(first, first + rows)
-        a = pair.base.read(pair.base_tensor.name, block).double().flatten()
-        b = pair.finetune.read(pair.tensor.name, block).double().flatten()
+        a = pair.base.read(pair.base_tensor.name, block).float().flatten()
+        b = pair.finetune.read(pair.tensor.name, block).float().flatten()
         product, ours, theirs = product + float(a @ b), ours + float(a @ a), theirs + float(b @ b)
     norms = math.sqrt(ours) * math.sqrt(theirs)
     return product / norms if 0 < norms < math.inf else None

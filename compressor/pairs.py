@@ -331,8 +331,8 @@ def _cosine(pair: TensorPair) -> float | None:
     product, ours, theirs = 0.0, 0.0, 0.0
     for first in places:
         block = slice(first, first + rows)
-        a = pair.base.read(pair.base_tensor.name, block).float().flatten()
-        b = pair.finetune.read(pair.tensor.name, block).float().flatten()
+        a = pair.base.read(pair.base_tensor.name, block).double().flatten()
+        b = pair.finetune.read(pair.tensor.name, block).double().flatten()
         product, ours, theirs = product + float(a @ b), ours + float(a @ a), theirs + float(b @ b)
     norms = math.sqrt(ours) * math.sqrt(theirs)
     return product / norms if 0 < norms < math.inf else None

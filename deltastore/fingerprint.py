@@ -5,8 +5,8 @@ tensor's digest is that of its stored bytes, before any cast. An output head tha
 byte is left out, because some tools store tied weights twice and others once. So are tables that transformers computes:
 old checkpoints hold them, and transformers saves the same model without them.
 
-At first the tables counted. A former fingerprint is what a checkpoint of the same weights had then: with the tables that
-are stored, and with those that the configuration describes.
+At first the tables counted. A former fingerprint is what a checkpoint of the same weights had then: with the tables
+that are stored, and with those that the configuration describes.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def check_names(
     lost, strange = sorted({*missing} - unread), sorted({*unknown} - unread)
     if lost or strange:
         raise CheckpointError(
-            f"{finetune.path}: its tensors are not the base's (missing: {listed(lost)}; unknown: {listed(strange)})"
-            f"{_cause(base, finetune, lost, strange, kinds)}"
+            f"{finetune.path}: its tensors are not the base's (missing: {listed(lost)}; "
+            f"unknown: {listed(sorted(unknown))}){_cause(base, finetune, lost, strange, kinds)}"
         )
     for names, says in (
         (unknown, "left out of the delta, because its model does not read them"),
@@ -273,7 +273,7 @@ def _cause(
     named = [kinds[name] for name in (*strange, *lost) if kinds[name] is not OTHERS]
     if named:
         return f", among them {named[0].what}: {TUNED_FROM}"
-    if lost and not strange:
+    if lost and not finetune.tensors.keys() - base.tensors.keys():
         return (
             f": {len(lost)} of the base's {len(base.tensors)} tensors are not there, as if one of several processes "
             "had saved its part: save the whole model again"

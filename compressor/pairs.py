@@ -304,7 +304,9 @@ def check_related(pairs: Pairs) -> None:
     """
     matrices = [pair for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=False)]
     step = max(1, -(-len(matrices) // SAMPLED_MATRICES))
-    cosines = {pair.name: cosine for pair in matrices[::step] if (cosine := _cosine(pair)) is not None}
+    # For its one thread: samples are too small for more.
+    with workers():
+        cosines = {pair.name: cosine for pair in matrices[::step] if (cosine := _cosine(pair)) is not None}
     unrelated = [name for name, cosine in cosines.items() if not cosine >= RELATED_COSINE]
     if len(unrelated) > max(FEW, FEW_SHARE * len(cosines)):
         worst = min(unrelated, key=lambda name: cosines[name])

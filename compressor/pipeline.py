@@ -125,13 +125,10 @@ def plan(config: CompressConfig) -> Requirements:
 
 
 def _pairs(config: CompressConfig, base: Path, finetune: Path) -> Pairs:
-    """Pair the checkpoints in two directories; refuse a wrong base unless any is wanted."""
+    """Pair the checkpoints in two directories; refuse swapped ones unless any base is wanted."""
     if not config.any_base:
         check_order(config.base, config.finetune, (base, checkpoint_directory(config.finetune)))
-    pairs = pair_up(Checkpoint.open(base), Checkpoint.open(finetune))
-    if not config.any_base:
-        check_related(pairs)
-    return pairs
+    return pair_up(Checkpoint.open(base), Checkpoint.open(finetune))
 
 
 def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str, Sequence[Tensor]]:
@@ -141,6 +138,8 @@ def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str,
     needed_bytes = disk_bytes(config, pairs, coded, files)
     check_free_disk(config.out.parent, needed_bytes, "compressing needs up to")
     check_memory(config, pairs, coded)
+    if not config.any_base:
+        check_related(pairs)
     base = _identify(pairs.base, config)
     with ArtifactWriter(config.out) as writer:
         if config.fit_settings is None:

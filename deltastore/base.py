@@ -38,7 +38,7 @@ class Base:
     config: Mapping[str, Any]  # as `architecture` returns it
     embedding: str | None  # name of the input embedding
     head: str | None  # name of the output head; None if it is tied to the embedding
-    former: tuple[str, ...] = ()  # fingerprints that older versions gave it
+    former: tuple[str, ...] = ()  # fingerprints with computed tables, as artifacts had at first
 
     @classmethod
     def of(
@@ -81,7 +81,7 @@ class Base:
         )
 
     def is_named(self, fingerprint: str) -> bool:
-        """True for the base's fingerprint, and for those that older versions gave it, which artifacts may hold."""
+        """True for the base's fingerprint, and for those with computed tables, which old artifacts hold."""
         return fingerprint == self.fingerprint or fingerprint in self.former
 
 

@@ -5,8 +5,8 @@ tensor's digest is that of its stored bytes, before any cast. An output head tha
 byte is left out, because some tools store tied weights twice and others once. So are tables that transformers computes:
 old checkpoints hold them, and transformers saves the same model without them.
 
-Up to version 0.1 the tables counted. A former fingerprint is what such a version gave a checkpoint of the same weights:
-with the tables that are stored, and with those that the configuration describes.
+At first the tables counted. A former fingerprint is what a checkpoint of the same weights had then: with the tables
+that are stored, and with those that the configuration describes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Fact = tuple[str, str, list[int], str]  # a tensor's name, dtype, shape and SHA-
 
 @dataclass(frozen=True, slots=True)
 class Fingerprints:
-    """The fingerprint of a base, and those that older versions gave it, 64 hex digits each."""
+    """The fingerprint of a base, and those that it had with computed tables, 64 hex digits each."""
 
     own: str
     former: tuple[str, ...] = ()

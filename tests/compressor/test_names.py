@@ -286,11 +286,13 @@ def test_one_shard_of_another_model_is_refused_and_one_new_layer_is_not(tmp_path
 
 
 def test_a_fine_tune_that_grew_or_shrank_is_not_another_model(models: TinyModels, tmp_path: Path) -> None:
-    for factor in (1e-3, 0.0, 30.0):
-        rewrite(
-            models.finetunes[0],
-            lambda tensors, f=factor: [t.mul_(f) for n, t in tensors.items() if "up_proj" in n],
-        )
+    def change(tensors: dict[str, Tensor]) -> None:
+        for part, factor in (("up_proj", 1e-3), ("down_proj", 0.0), ("q_proj", 30.0), ("o_proj", 0.0)):
+            for name in tensors:
+                if part in name:
+                    tensors[name].mul_(factor)
+
+    rewrite(models.finetunes[0], change)
     compressed(models, tmp_path / "delta")
 
 

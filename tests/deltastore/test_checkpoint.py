@@ -372,7 +372,7 @@ def identified(directory: Path) -> Base:
 
 
 def old_fingerprint(tensors: dict[str, Tensor]) -> str:
-    """Compute the fingerprint as version 0.1 did: of every tensor."""
+    """Compute the fingerprint as it was at first: of every tensor."""
     total = hashlib.sha256()
     for name in sorted(tensors):
         stored = tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -397,7 +397,7 @@ def test_a_base_saved_again_without_computed_tables_is_the_same(dtype: torch.dty
         identified(save(tmp_path / "new", tensors)),
     )
     assert with_tables.fingerprint == without.fingerprint == old_fingerprint(tensors)
-    # Artifacts of version 0.1, which were made from either.
+    # Old artifacts, which were made from either.
     for former in (old_fingerprint(old), old_fingerprint(tensors)):
         assert with_tables.is_named(former)
         assert without.is_named(former)

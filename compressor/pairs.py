@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from compressor.codec import Coded, Map, code_matrix, measured, row_blocks, workers
 from compressor.config import Method
 from compressor.writer import CodedMatrix, DeltaTensor
-from deltastore.base import architecture, different_facts
+from deltastore.architecture import differences
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor
 from deltastore.console import rounded
 from deltastore.errors import CheckpointError
@@ -136,21 +137,20 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
-    """Check that a delta can carry the fine-tune and pair the tensors in layer order; reads at most a tied head.
+    """Check that a delta can carry the fine-tune and pair the tensors in layer order; reads headers only.
 
     Raises:
         CheckpointError: another architecture, other names, shapes that differ, a shrunk vocabulary, integer weights.
     """
     check_architecture(base.config, finetune.config, base.path, finetune.path)
-    base_head = None if base.is_tied() else base.head_name
-    head = None if finetune.is_tied() else finetune.head_name
+    base_head, head = base.head_name, finetune.head_name
     # By name in the artifact, the names of the base's and the fine-tune's tensor.
-    pairs = {name: (name, name) for name in _names(finetune, head)}
+    pairs = {name: (name, name) for name in _names(finetune)}
     if head and not base_head and base.embedding_name:
         pairs[head] = (base.embedding_name, head)
     if base_head and not head and finetune.embedding_name:
         pairs[base_head] = (base_head, finetune.embedding_name)
-    missing = sorted(_names(base, base_head) - pairs.keys())
+    missing = sorted(_names(base) - pairs.keys())
     unknown = sorted(name for name, (source, _) in pairs.items() if source not in base.tensors)
     if missing or unknown:
         raise CheckpointError(
@@ -164,7 +164,7 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     for pair in paired:
         _check_shapes(pair)
         _check_dtypes(pair)
-    return Pairs(base, finetune, paired, tied=base_head is None and head is None)
+    return Pairs(base, finetune, paired, tied=base.tied and finetune.tied)
 
 
 def check_architecture(
@@ -172,14 +172,28 @@ def check_architecture(
 ) -> None:
     """Compare the configurations of two checkpoints; the names are those of messages.
 
+    Warns of fields that differ and that no code of the model reads.
+
     Raises:
-        CheckpointError: they differ in what changes a model's arithmetic, which a delta cannot carry.
+        CheckpointError: they differ in what the model reads, which a delta cannot carry.
     """
-    if different := different_facts(architecture(base), architecture(finetune)):
+    different, ignored = differences(base, finetune)
+    if different:
         raise CheckpointError(
             f"{finetune_name}: its configuration differs from that of {base_name} in {_listed(different)}, "
             "which a delta cannot carry: give the base that it was tuned from"
         )
+    if ignored:
+        _warn(
+            f"{finetune_name}: its configuration differs from that of {base_name} in {_listed(ignored)}, which no code "
+            "of the model reads: ignored"
+        )
+
+
+@cache
+def _warn(text: str) -> None:
+    """Warn once, because a command may compare two configurations twice."""
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def is_computed(name: str) -> bool:
@@ -198,10 +212,9 @@ def layer_order(name: str) -> tuple[int, list[tuple[int, str]]]:
     return section, [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _names(checkpoint: Checkpoint, head: str | None) -> set[str]:
-    """Return the names that a delta carries: no computed tables, and a head only if it is not tied."""
-    skipped = {checkpoint.head_name} - {head}
-    return {name for name in checkpoint.tensors if name not in skipped and not is_computed(name)}
+def _names(checkpoint: Checkpoint) -> set[str]:
+    """Return the names that a delta carries: no computed tables."""
+    return {name for name in checkpoint.tensors if not is_computed(name)}
 
 
 def _listed(names: list[str]) -> str:

@@ -29,7 +29,7 @@ from bench.synthetic import LlamaShapes
 from compressor.config import Calibration, CompressConfig, FitSettings, Method
 from compressor.convert.merge import OutputTensor, split_into_shards, write_index, write_shard
 from compressor.pipeline import compress, plan
-from deltastore.base import architecture
+from deltastore.architecture import architecture
 
 SIZES = (
     LlamaShapes(num_layers=8, hidden=512, intermediate=1408, kv=128),

@@ -32,7 +32,7 @@ from compressor.fidelity import Fidelity, Predictions, compare
 from compressor.fit.calibration import batched, calibration_text
 from compressor.pairs import pair_up
 from compressor.pipeline import compress
-from deltastore.base import architecture
+from deltastore.architecture import architecture
 from deltastore.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
 from peraxis.demo.measure import exact_match

@@ -161,6 +161,9 @@ def _merged(peft: ModuleType, adapter: Path, base: Path) -> Any:
     if config.is_prompt_learning:
         raise _not_mergeable(adapter, config)
     model = whole_model(base, torch.float32)
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        # Whatever its configuration says: resizing and saving would follow that.
+        _say_untied(model)
     _grow(model, adapter)
     adapted = peft.PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
     if not hasattr(adapted.base_model, "merge_and_unload"):
@@ -229,7 +232,12 @@ def _untie(peft: ModuleType, model: Any) -> None:
     embedding, head = (end.get_base_layer() if isinstance(end, tuner_layer) else end for end in ends)
     if head.weight is embedding.weight:
         head.weight = type(head.weight)(head.weight.detach().clone(), requires_grad=False)
-        model.config.tie_word_embeddings = False
+        _say_untied(model)
+
+
+def _say_untied(model: Any) -> None:
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
 
 
 def _logits(model: Any) -> Any:  # [tokens, vocabulary] float32

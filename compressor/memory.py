@@ -256,7 +256,7 @@ def shapes_of(pairs: Sequence[TensorPair], coded: Collection[str], config: Mappi
     return ModelShapes(
         blocks=list(blocks.values()),
         embedding=(embedding[0], embedding[1]),
-        is_tied=finetune.is_tied(),
+        is_tied=finetune.tied,
         coded={pair.name: (pair.shape[0], pair.shape[1]) for pair in pairs if pair.name in coded},
         kv_features=2 * int(config.get("num_key_value_heads") or heads) * head_dim,
     )

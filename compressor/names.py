@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,7 +233,9 @@ def listed(names: list[str]) -> str:
     return ", ".join([*names[:MAX_LISTED], *(["..."] if len(names) > MAX_LISTED else [])]) or "none"
 
 
+@cache
 def warn(message: str) -> None:
+    """Warn once, because a command may look at two checkpoints twice."""
     print(f"warning: {message}", file=sys.stderr)
 
 

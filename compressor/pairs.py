@@ -30,7 +30,7 @@ from compressor.names import (
     with_base_names,
 )
 from compressor.writer import CodedMatrix, DeltaTensor
-from deltastore.base import architecture, different_facts
+from deltastore.architecture import differences
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, Checkpoint, StoredTensor, is_computed
 from deltastore.console import rounded
 from deltastore.errors import CheckpointError, shown
@@ -149,7 +149,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
-    """Check that a delta can carry the fine-tune and pair the tensors in layer order; reads at most a tied head.
+    """Check that a delta can carry the fine-tune and pair the tensors in layer order; reads headers only.
 
     Names that differ by a common prefix are one. Tensors that the model does not read are left out, with a warning.
 
@@ -160,15 +160,14 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     for checkpoint in (base, finetune):
         warn_of_stale_index(checkpoint)
     finetune = with_base_names(base, finetune)
-    base_head = None if base.is_tied() else base.head_name
-    head = None if finetune.is_tied() else finetune.head_name
+    base_head, head = base.head_name, finetune.head_name
     # By name in the artifact, the names of the base's and the fine-tune's tensor.
-    pairs = {name: (name, name) for name in _names(finetune, head)}
+    pairs = {name: (name, name) for name in _names(finetune)}
     if head and not base_head and base.embedding_name:
         pairs[head] = (base.embedding_name, head)
     if base_head and not head and finetune.embedding_name:
         pairs[base_head] = (base_head, finetune.embedding_name)
-    missing = _names(base, base_head) - pairs.keys()
+    missing = _names(base) - pairs.keys()
     unknown = {name for name, (source, _) in pairs.items() if source not in base.tensors}
     if missing or unknown:
         check_names(base, finetune, missing, unknown)
@@ -177,7 +176,7 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
         for name, (source, target) in sorted(pairs.items(), key=lambda item: layer_order(item[0]))
         if name not in unknown
     ]
-    return Pairs(base, finetune, _read_pairs(paired), tied=base_head is None and head is None)
+    return Pairs(base, finetune, _read_pairs(paired), tied=base.tied and finetune.tied)
 
 
 def _read_pairs(paired: Sequence[TensorPair]) -> list[TensorPair]:
@@ -212,13 +211,21 @@ def check_architecture(
 ) -> None:
     """Compare the configurations of two checkpoints; the names are those of messages.
 
+    Warns of fields that differ and that no code of the model reads.
+
     Raises:
-        CheckpointError: they differ in what changes a model's arithmetic, which a delta cannot carry.
+        CheckpointError: they differ in what the model reads, which a delta cannot carry.
     """
-    if different := different_facts(architecture(base), architecture(finetune)):
+    different, ignored = differences(base, finetune)
+    if different:
         raise CheckpointError(
             f"{finetune_name}: its configuration differs from that of {base_name} in {listed(different)}, "
             "which a delta cannot carry: give the base that it was tuned from"
+        )
+    if ignored:
+        warn(
+            f"{finetune_name}: its configuration differs from that of {base_name} in {listed(ignored)}, which no code "
+            "of the model reads: ignored"
         )
 
 
@@ -233,10 +240,9 @@ def layer_order(name: str) -> tuple[int, list[tuple[int, str]]]:
     return section, [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _names(checkpoint: Checkpoint, head: str | None) -> set[str]:
-    """Return the names that a delta carries: no computed tables, and a head only if it is not tied."""
-    skipped = {checkpoint.head_name} - {head}
-    return {name for name in checkpoint.tensors if name not in skipped and not is_computed(name)}
+def _names(checkpoint: Checkpoint) -> set[str]:
+    """Return the names that a delta carries: no computed tables."""
+    return {name for name in checkpoint.tensors if not is_computed(name)}
 
 
 def _check_shapes(pair: TensorPair) -> None:

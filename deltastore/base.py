@@ -5,27 +5,16 @@ Reads headers and `config.json`. Must not depend on how deltas are coded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltastore.errors import CheckpointError, failures_as
 from deltastore.format.header import MAX_NAME_CHARS
 
 if TYPE_CHECKING:
     from deltastore.checkpoint import Checkpoint
     from deltastore.fingerprint import Fingerprints
-
-FREE_CONFIG = frozenset({
-    "_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "bos_token_id", "dtype", "embd_pdrop",
-    "eos_token_id", "hidden_dropout", "attention_probs_dropout_prob", "resid_pdrop", "embd_layer_dropout", "id2label",
-    "initializer_range", "label2id", "max_position_embeddings", "name_or_path", "pad_token_id", "pretraining_tp",
-    "output_attentions", "output_hidden_states", "problem_type", "return_dict", "chunk_size_feed_forward",
-    "classifier_dropout", "task_specific_params", "tie_word_embeddings", "torch_dtype", "transformers_version",
-    "unsloth_version", "unsloth_fixed", "use_cache", "vocab_size", "_attn_implementation_autoset",
-})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +24,7 @@ class Base:
     id: str
     fingerprint: str  # 64 hex digits
     shapes: Mapping[str, tuple[int, ...]]
-    config: Mapping[str, Any]  # as `architecture` returns it
+    config: Mapping[str, Any]  # as `deltastore.architecture.architecture` returns it
     embedding: str | None  # name of the input embedding
     head: str | None  # name of the output head; None if it is tied to the embedding
     former: tuple[str, ...] = ()  # fingerprints with computed tables, as artifacts had at first
@@ -60,12 +49,12 @@ class Base:
         Raises:
             CheckpointError: A shard is missing, or transformers refuses the configuration.
         """
-        # Deferred: it imports torch, which a process that receives a base's facts does not need.
+        # Deferred: they import torch, which a process that receives a base's facts does not need.
+        from deltastore.architecture import architecture
         from deltastore.fingerprint import fingerprints as fingerprints_of
 
         known = fingerprints or fingerprints_of(checkpoint, cache, progress)
         shapes = checkpoint.shapes()
-        head = checkpoint.head_name if checkpoint.head_name in shapes else None
         name = str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name)
         if len(name.split("/")) != 2 or name.startswith((".", "~")):
             # Not a hub id but a local path, which may be private.
@@ -76,46 +65,10 @@ class Base:
             shapes=shapes,
             config=architecture(checkpoint.config),
             embedding=checkpoint.embedding_name,
-            head=head,
+            head=checkpoint.head_name,
             former=known.former,
         )
 
     def is_named(self, fingerprint: str) -> bool:
-        """True for the base's fingerprint, and for those with computed tables, which old artifacts hold."""
+        """True for the base's fingerprint, and for those that older versions gave it, which artifacts may hold."""
         return fingerprint == self.fingerprint or fingerprint in self.former
-
-
-def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration keys that change a model's arithmetic: rope, epsilon, window, activation, head counts.
-
-    Defaults of transformers are filled in, because its versions write different keys for the same fact.
-
-    Raises:
-        CheckpointError: transformers knows the model type and refuses the configuration.
-    """
-    # Deferred: it takes a second to import.
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    # Copied, because transformers changes its argument.
-    facts: Any = json.loads(json.dumps(config))
-    with failures_as(_refused_config):
-        if facts.get("model_type") in CONFIG_MAPPING:
-            facts = AutoConfig.for_model(**facts).to_dict()
-    kept = {key: value for key, value in facts.items() if key not in FREE_CONFIG}
-    return dict(_plain(json.loads(json.dumps(kept, default=str))))
-
-
-def _refused_config(reason: str) -> CheckpointError:
-    return CheckpointError(f"config.json: transformers refuses it: {reason}; fetch the file again")
-
-
-def different_facts(facts: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
-    """Return the keys whose values differ between two configurations. A key that only one of them has is ignored."""
-    return sorted(key for key in facts.keys() & others.keys() if facts[key] != others[key])
-
-
-def _plain(value: Any) -> Any:
-    """Drop the key `type` where `rope_type` stands beside it: transformers writes both for one fact."""
-    if not isinstance(value, dict):
-        return value
-    return {key: _plain(part) for key, part in value.items() if key != "type" or "rope_type" not in value}

@@ -1,14 +1,15 @@
 """A Hugging Face checkpoint directory, sharded or not, as named tensors that are read on demand.
 
 Tensors are read with `pread` into memory that the caller owns, whole or by rows. Files are never mapped: a file that
-shrinks while it is read raises an error, not SIGBUS. Must not know model classes.
+shrinks while it is read raises an error, not SIGBUS. Opening one decides, as transformers does when it loads it,
+whether the output head is the input embedding. Must not know model classes.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltastore.architecture import ends_of
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.header import open_file, parse_json, read_header, read_into
 
@@ -64,14 +66,19 @@ class Checkpoint:
 
     path: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]  # in the order of the checkpoint's shards
+    # In the order of the checkpoint's shards. A tensor that embedding and head share is there once, as the embedding.
+    tensors: Mapping[str, StoredTensor]
+    tied: bool  # the output head is the input embedding
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
         """Read `config.json` and the safetensors headers of a directory that `save_pretrained` wrote.
 
+        Where the model ties its head and both are stored, they are compared up to their first difference.
+
         Raises:
-            CheckpointError: The directory is missing, holds no safetensors, or one of its files cannot be read.
+            CheckpointError: The directory is missing, holds no safetensors, or one of its files cannot be read; or
+                the embedding or the head is missing.
         """
         if not path.is_dir():
             defect = "not a directory" if path.exists() else "no such directory"
@@ -92,7 +99,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path}: its safetensors files hold no tensors: fetch the checkpoint again"
             )
-        return cls(path, config, tensors)
+        return _with_ends(path, config, tensors)
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Read a tensor, or a contiguous run of its rows, in its stored dtype into newly allocated memory.
@@ -119,42 +126,70 @@ class Checkpoint:
             _fill(tensor, stored, start)
         return tensor
 
-    def is_tied(self) -> bool:
-        """True if the output head is the input embedding: not stored, or stored again byte for byte.
-
-        Some tools store tied weights twice. The two tensors are compared block by block up to their first difference;
-        nothing is read if the configuration says that they are not tied.
-        """
-        embedding, head = self.embedding_name, self.head_name
-        if embedding is None or head is None:
-            return head is None
-        if not self.config.get("tie_word_embeddings", True):
-            return False
-        first, second = self.tensors[embedding], self.tensors[head]
-        if (first.dtype, first.shape) != (second.dtype, second.shape) or not first.shape:
-            return False
-        rows = range(0, first.shape[0], max(1, BLOCK_BYTES * first.shape[0] // max(1, first.num_bytes)))
-        return all(
-            torch.equal(
-                self.read(embedding, block).view(torch.uint8), self.read(head, block).view(torch.uint8)
-            )
-            for block in (slice(start, start + rows.step) for start in rows)
-        )
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return every tensor's shape by name. A head that repeats the embedding is left out, stored or not."""
-        left_out = self.head_name if self.is_tied() else None
-        return {name: stored.shape for name, stored in self.tensors.items() if name != left_out}
+        """Return every tensor's shape by name."""
+        return {name: stored.shape for name, stored in self.tensors.items()}
 
     @property
     def embedding_name(self) -> str | None:
         """The name of the input embedding's tensor, recognised by the suffixes that transformers' models use."""
-        return next((name for name in self.tensors if name.endswith(EMBEDDING_SUFFIXES)), None)
+        return _first(self.tensors, EMBEDDING_SUFFIXES)
 
     @property
     def head_name(self) -> str | None:
-        """The name of the output head's tensor; None if the checkpoint stores none."""
-        return next((name for name in self.tensors if name.endswith(HEAD_SUFFIXES)), None)
+        """The name of the output head's tensor; None if it is the embedding's."""
+        return _first(self.tensors, HEAD_SUFFIXES)
+
+
+def _first(names: Iterable[str], suffixes: tuple[str, ...]) -> str | None:
+    return next((name for name in names if name.endswith(suffixes)), None)
+
+
+def _with_ends(path: Path, config: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> Checkpoint:
+    """Decide whether embedding and head are one tensor, and keep one that is stored twice once.
+
+    Raises:
+        CheckpointError: one of them is missing, and the model does not take the other for it.
+    """
+    embedding, head = _first(tensors, EMBEDDING_SUFFIXES), _first(tensors, HEAD_SUFFIXES)
+    ends = ends_of(config)
+    if embedding is not None and head is not None:
+        ties = config.get("tie_word_embeddings", True) if ends is None else ends.tied
+        checkpoint = Checkpoint(path, config, tensors, tied=False)
+        if not ties or not _are_equal(checkpoint, embedding, head):
+            return checkpoint
+        rest = {name: stored for name, stored in tensors.items() if name != head}
+        return Checkpoint(path, config, rest, tied=True)
+    # Some models name them otherwise.
+    has_embedding = embedding is not None or (ends is not None and ends.embedding in tensors)
+    has_head = head is not None or (ends is not None and ends.head in tensors)
+    if ends is None or has_embedding == has_head:
+        return Checkpoint(path, config, tensors, tied=head is None)
+    if not ends.tied:
+        missing = ends.head if has_embedding else ends.embedding
+        raise CheckpointError(
+            f"{path}: its config.json does not tie the output head to the embedding, and {shown(missing)} is in none "
+            "of its shards: fetch the checkpoint again, or the config.json that belongs to it"
+        )
+    if has_head:
+        renamed = {head or ends.head: ends.embedding_among(tensors)}
+        found = [replace(stored, name=renamed.get(name, name)) for name, stored in tensors.items()]
+        tensors = {stored.name: stored for stored in found}
+    return Checkpoint(path, config, tensors, tied=True)
+
+
+def _are_equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Compare the bytes of two tensors block by block up to their first difference."""
+    first, second = checkpoint.tensors[one], checkpoint.tensors[other]
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    rows = range(0, first.shape[0], max(1, BLOCK_BYTES * first.shape[0] // max(1, first.num_bytes)))
+    return all(
+        torch.equal(
+            checkpoint.read(one, block).view(torch.uint8), checkpoint.read(other, block).view(torch.uint8)
+        )
+        for block in (slice(start, start + rows.step) for start in rows)
+    )
 
 
 def _fill(tensor: Tensor, stored: StoredTensor, start: int) -> None:

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from compressor.codec import Map, measured, row_blocks
 from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
-from compressor.pairs import TensorPair, is_finite, layer_order, pair_up
+from compressor.pairs import TensorPair, check_architecture, is_finite, layer_order, pair_up
 from compressor.sources import own_files
 from compressor.writer import CodedMatrix, DeltaContents, DeltaTensor, WrittenDelta, write_delta
-from deltastore.base import architecture, different_facts
+from deltastore.architecture import ends_of
 from deltastore.checkpoint import HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint, is_computed
 from deltastore.console import identify_base, rounded
 from deltastore.errors import ArtifactError, CheckpointError, shown
@@ -286,7 +286,7 @@ def import_diff(config: ImportConfig) -> WrittenDelta:
     base = Checkpoint.open(config.base)
     finetune = None if config.finetune is None else _open_finetune(config.finetune, base)
     diff = DiffFile.open(config.diff, config.kind)
-    tied = _is_tied(base, finetune)
+    tied = (finetune or base).tied
     tensors = _delta_tensors(base, finetune, diff, tied)
     files = {} if finetune is None else own_files(base, finetune)
     check_file_name(config.out)
@@ -332,12 +332,9 @@ def _open_finetune(directory: Path, base: Checkpoint) -> Checkpoint:
     if any((directory / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
         finetune = Checkpoint.open(directory)
     else:
-        finetune = Checkpoint(directory, _read_config(directory / "config.json"), {})
-    if different := different_facts(architecture(base.config), architecture(finetune.config)):
-        raise CheckpointError(
-            f"{directory}: its configuration differs from that of {base.path} in {', '.join(different[:3])}, "
-            "which a delta cannot carry: give `base` the base that it was tuned from"
-        )
+        config = _read_config(directory / "config.json")
+        finetune = Checkpoint(directory, config, {}, tied=_is_tied(config, base))
+    check_architecture(base.config, finetune.config, base.path, directory)
     return finetune
 
 
@@ -355,13 +352,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     return document
 
 
-def _is_tied(base: Checkpoint, finetune: Checkpoint | None) -> bool:
-    """True if the fine-tune's output head is its embedding; without a fine-tune, if the base's is."""
-    if finetune is None:
-        return base.is_tied()
-    if finetune.tensors:
-        return finetune.is_tied()
-    return bool(finetune.config.get("tie_word_embeddings", base.is_tied()))
+def _is_tied(config: Mapping[str, Any], base: Checkpoint) -> bool:
+    """True if a configuration without weights ties head and embedding; as in the base where it says nothing."""
+    ends = ends_of(config)
+    return bool(config.get("tie_word_embeddings", base.tied)) if ends is None else ends.tied
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -398,7 +392,7 @@ def _changes(base: Checkpoint, diff: DiffFile, tied: bool) -> list[TensorChange]
     changes = [TensorChange(name, sources[name], contents[name]) for name in sorted(sources, key=layer_order)]
     for change in changes:
         _check_shape(change, base, diff)
-    has_own_head = not base.is_tied() and base.head_name is not None
+    has_own_head = base.head_name is not None
     if base.embedding_name and (has_own_head or not tied):
         _check_vocabulary(changes, base, base.embedding_name, diff)
     return changes
@@ -408,7 +402,7 @@ def _sources(
     contents: dict[str, CodedModule | Tensor], base: Checkpoint, diff: DiffFile, tied: bool
 ) -> dict[str, str]:
     """Return the base's tensor for each name; adds to `contents` a head that the format needs a second time."""
-    own_head = None if base.is_tied() else base.head_name
+    own_head = base.head_name
     embedding = base.embedding_name
     if own_head and tied and own_head not in contents:
         contents[own_head] = _embedding_for_head(contents.get(str(embedding)), diff)

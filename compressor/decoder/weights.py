@@ -202,11 +202,10 @@ class DeltaModel:
         ids = parse_json(own, f"{self.artifact.where}: {GENERATION_FILE}")
         if not isinstance(ids, dict):
             raise ArtifactError(f"{self.artifact.where}: {GENERATION_FILE} holds no JSON object")
-        config = {**self.base.config, **{key: ids[key] for key in TOKEN_IDS if key in ids}}
-        config["tie_word_embeddings"] = manifest.tied
-        if self.base.embedding_name and (shape := self.shape(self.base.embedding_name)):
-            config["vocab_size"] = shape[0]
-        return config
+        embedding = self.base.embedding_name
+        shape = self.shape(embedding) if embedding else None
+        own_ids = {key: ids[key] for key in TOKEN_IDS if key in ids}
+        return {**with_ends(self.base.config, manifest.tied, shape[0] if shape else None), **own_ids}
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -251,6 +250,15 @@ class DeltaModel:
         return next(stored, "embed_out.weight" if is_neox else "lm_head.weight")
 
 
+def with_ends(config: Mapping[str, Any], tied: bool, rows: int | None = None) -> dict[str, Any]:
+    """Return a configuration with its output head tied or not, and with `rows` tokens, in its text part, too."""
+    changed: dict[str, Any] = {"tie_word_embeddings": tied}
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        return {**config, **changed, "text_config": with_ends(text, tied, rows)}
+    return {**config, **changed} | ({} if rows is None else {"vocab_size": rows})
+
+
 def base_with_added_rows(pairs: Pairs) -> Weights:
     """Return the base with the rows that the fine-tune adds to its vocabulary, as the fine-tune has them.
 
@@ -261,7 +269,7 @@ def base_with_added_rows(pairs: Pairs) -> Weights:
         for pair in pairs.tensors
         if pair.added_rows and pair.name == pair.base_tensor.name
     }
-    return _BaseWithAddedRows(pairs.base, longer, pairs.base.is_tied()) if longer else pairs.base
+    return _BaseWithAddedRows(pairs.base, longer) if longer else pairs.base
 
 
 def finetune_with_own_head(pairs: Pairs) -> Weights:
@@ -283,7 +291,7 @@ class _FinetuneWithOwnHead:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        return {**self.finetune.config, "tie_word_embeddings": False}
+        return with_ends(self.finetune.config, tied=False)
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -299,8 +307,6 @@ class _BaseWithAddedRows:
 
     base: Checkpoint
     longer: Mapping[str, TensorPair]
-    # Kept, because `is_tied` reads all of a stored head.
-    tied: bool
 
     @property
     def path(self) -> Path:
@@ -309,12 +315,11 @@ class _BaseWithAddedRows:
     @property
     def config(self) -> Mapping[str, Any]:
         rows = max(pair.tensor.shape[0] for pair in self.longer.values())
-        return {**self.base.config, "vocab_size": rows, "tie_word_embeddings": self.tied}
+        return with_ends(self.base.config, self.base.tied, rows)
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        repeated = {self.base.head_name} if self.tied else set()
-        return {name: stored for name, stored in self.base.tensors.items() if name not in repeated}
+        return self.base.tensors
 
     def read(self, name: str) -> Tensor:
         weight, pair = self.base.read(name), self.longer.get(name)

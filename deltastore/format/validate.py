@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from deltastore.base import Base, different_facts
+from deltastore.architecture import different_facts
+from deltastore.base import Base
 from deltastore.checkpoint import HEAD_SUFFIXES
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch, shown
 from deltastore.format.artifact import Artifact

@@ -16,13 +16,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltastore.base import Base, architecture, different_facts
+from deltastore.architecture import architecture, different_facts
+from deltastore.base import Base
 from deltastore.checkpoint import BLOCK_BYTES, DTYPE_NAME, INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import CheckpointError, UsageError, failures_as
 from deltastore.fingerprint import MAX_CACHED_FINGERPRINTS, Fingerprints, default_cache, fingerprints
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-CONFIG = {"model_type": "llama", "hidden_size": 12, "num_attention_heads": 4, "rope_theta": 1e4}
+CONFIG = {
+    "model_type": "llama",
+    "tie_word_embeddings": True,
+    "hidden_size": 12,
+    "num_attention_heads": 4,
+    "rope_theta": 1e4,
+}
 
 
 def weights() -> dict[str, Tensor]:
@@ -96,7 +103,7 @@ def test_what_was_read_can_be_written_to(whole: Path) -> None:
 def test_embedding_and_head_are_found_by_name(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(save(tmp_path / "a", weights() | {HEAD: torch.ones(7, 12)}))
     assert (checkpoint.embedding_name, checkpoint.head_name) == (EMBEDDING, HEAD)
-    assert not checkpoint.is_tied()
+    assert not checkpoint.tied
 
 
 def test_one_file_is_taken_before_an_index_as_the_library_does(sharded: Path) -> None:
@@ -233,7 +240,7 @@ def test_a_head_that_repeats_the_embedding_is_left_out(whole: Path, tmp_path: Pa
     tensors[EMBEDDING][0, 0] = torch.nan  # equal as bytes, though not as numbers
     once = save(tmp_path / "once", tensors)
     twice = save(tmp_path / "twice", tensors | {HEAD: tensors[EMBEDDING].clone()})
-    assert Checkpoint.open(twice).is_tied()
+    assert Checkpoint.open(twice).tied
     one, other = (Base.of(Checkpoint.open(d), tmp_path / "cache") for d in (once, twice))
     assert one.fingerprint == other.fingerprint
     assert one.shapes == other.shapes
@@ -244,8 +251,8 @@ def test_heads_are_compared_to_their_last_row(tmp_path: Path) -> None:
     embedding = torch.zeros(BLOCK_BYTES // 1024 + 3, 512, dtype=torch.float16)
     head = embedding.clone()
     head[-1, -1] = 1
-    assert not Checkpoint.open(save(tmp_path / "a", {EMBEDDING: embedding, HEAD: head})).is_tied()
-    assert Checkpoint.open(save(tmp_path / "b", {EMBEDDING: embedding, HEAD: embedding.clone()})).is_tied()
+    assert not Checkpoint.open(save(tmp_path / "a", {EMBEDDING: embedding, HEAD: head})).tied
+    assert Checkpoint.open(save(tmp_path / "b", {EMBEDDING: embedding, HEAD: embedding.clone()})).tied
 
 
 def rewrite(file: Path) -> None:

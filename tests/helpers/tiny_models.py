@@ -157,7 +157,7 @@ def make_pair(
         config: overrides of the architecture's configuration.
     """
     generator = torch.Generator().manual_seed(seed)
-    settings = AutoConfig.for_model(architecture, **{**_COMMON, **_OVERRIDES[architecture], **config})
+    settings = tiny_config(architecture, **config)
     base = _model(settings, dtype)
     for name, parameter in base.named_parameters():
         parameter.data = _drawn(name, parameter.data, settings.initializer_range, generator)
@@ -171,6 +171,11 @@ def make_pair(
         tokenizer = make_tokenizer(change.added_tokens, change.chat_template)
         _save(model, tokenizer, finetunes[-1], max_shard_size)
     return TinyModels(directory / "base", finetunes)
+
+
+def tiny_config(architecture: str, **config: Any) -> Any:
+    """Return the configuration of an architecture's tiny base, with overrides."""
+    return AutoConfig.for_model(architecture, **{**_COMMON, **_OVERRIDES[architecture], **config})
 
 
 # Sizes of configurations under the names that older model types give them.

@@ -68,7 +68,7 @@ class DeltaManager:
         self.rows_dim = int(any(".models.transformers" in kind for kind in kinds))
         self._stored = _stored_names(model, self.checkpoint)
         self._packed = _packed_names(model)
-        self._attach(vllm_config.model_config.hf_config.get_text_config().tie_word_embeddings)
+        self._attach(self.checkpoint.tied)
         self._hide_tokens_that_others_added()
         self.tables.allocate(num_slots, device)
         for norm in self.norms:

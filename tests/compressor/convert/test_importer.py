@@ -227,6 +227,17 @@ def test_an_untied_head_of_a_tied_base_is_taken_from_its_embedding(coded: bool, 
     assert torch.equal(merged(models, torch.float32)[HEAD], expected)
 
 
+def test_a_configuration_that_does_not_name_the_tie_has_the_one_of_its_class(tmp_path: Path) -> None:
+    models = make_packable("qwen2", tmp_path, Change(tied=False))
+    content = bitdelta(models)
+    (models.finetunes[0] / SINGLE).unlink()
+    path = models.finetunes[0] / "config.json"
+    config = json.loads(path.read_text())
+    del config["tie_word_embeddings"]
+    path.write_text(json.dumps(config))
+    assert not imported(models, content, finetune=models.finetunes[0]).manifest.tied
+
+
 def test_a_tied_variant_of_an_untied_base_has_its_embedding_twice(tmp_path: Path) -> None:
     models = make_packable("llama", tmp_path, Change(tied=True))
     content = bitdelta(models)

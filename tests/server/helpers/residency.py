@@ -17,7 +17,6 @@ from deltastore.errors import PeraxisError
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane
-from deltastore.format.manifest import Manifest
 from deltastore.loader import Loader
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord

@@ -98,10 +98,10 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if config.get("model_type") not in CONFIG_MAPPING:
-        return None
-    _check_counts(config)
     with failures_as(_refused):
+        if config.get("model_type") not in CONFIG_MAPPING:
+            return None
+        _check_counts(config)
         # Copied, because transformers changes its argument.
         return AutoConfig.for_model(**json.loads(json.dumps(config)))
 

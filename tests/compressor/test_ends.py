@@ -188,7 +188,7 @@ def test_a_merged_and_a_served_variant_have_the_ends_that_transformers_loads(
 
 @pytest.mark.parametrize("form", ["both different and tied", "both equal", "head alone"])
 def test_a_fit_takes_the_ends_that_transformers_loads(form: str, tmp_path: Path) -> None:
-    """Where a fit took another head for the fine-tune's, its delta would be far from it."""
+    """A fit that took another head for the fine-tune's would give a delta far from it."""
     models = make_pair("llama", tmp_path, changes=(Change(noise=0.1),))
     for directory in (models.base, models.finetunes[0]):
         FORMS[form](directory)

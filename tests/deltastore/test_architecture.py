@@ -209,7 +209,7 @@ def test_a_field_that_nothing_reads_is_named_apart() -> None:
 def test_another_length_is_a_difference_only_where_rotations_depend_on_it(
     rope: dict[str, Any], is_refused: bool
 ) -> None:
-    """Where it is none, the logits are the same to the last bit."""
+    """A length that makes no difference leaves the logits the same to the last bit."""
     configs = [
         config_of("llama", rope_parameters={**rope, "rope_theta": 1e4}, max_position_embeddings=length)
         for length in LENGTHS

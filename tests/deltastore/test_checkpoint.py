@@ -436,7 +436,13 @@ def test_masks_of_old_checkpoints_are_made_too(
     }
     if has_rotary:
         tables[f"{attention}.rotary_emb.inv_freq"] = frequencies(torch.float16, 2)
-    config = {"model_type": "gpt_neox", "hidden_size": 16, "num_attention_heads": 2, "rotary_pct": 0.25}
+    config = {
+        "model_type": "gpt_neox",
+        "tie_word_embeddings": True,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "rotary_pct": 0.25,
+    }
     for name, stored in (("new", tensors), ("old", tensors | tables)):
         save(tmp_path / name, stored)
         (tmp_path / name / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 5}))
@@ -447,11 +453,8 @@ def test_masks_of_old_checkpoints_are_made_too(
 @pytest.mark.parametrize(
     "lies",
     [
-        {"num_attention_heads": 0},
         {"rope_theta": "wide"},
         {"hidden_size": 1 << 40},
-        {"head_dim": [1]},
-        {"rope_parameters": "x"},
         {"rope_parameters": {"full": {"rope_theta": 1.0}}},
         {"model_type": "gpt2", "n_positions": 1 << 40},
         {"rope_theta": -1},
@@ -465,6 +468,18 @@ def test_a_configuration_that_gives_no_tables_costs_no_fingerprint(
     value = print_of(directory)
     (directory / "config.json").write_text(json.dumps(CONFIG | lies))
     assert print_of(directory) == value
+
+
+@pytest.mark.parametrize(
+    "lies", [{"num_attention_heads": 0}, {"head_dim": [1]}, {"rope_parameters": "x"}], ids=str
+)
+def test_a_configuration_that_transformers_refuses_is_refused_when_it_is_opened(
+    lies: dict[str, object], tmp_path: Path
+) -> None:
+    directory = save(tmp_path / "base", weights())
+    (directory / "config.json").write_text(json.dumps(CONFIG | lies))
+    with pytest.raises(CheckpointError, match=r"config\.json: transformers refuses it"):
+        Checkpoint.open(directory)
 
 
 def test_a_changed_weight_has_no_former_fingerprint_in_common(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 
 from compressor.codec import row_blocks
 from compressor.pairs import Pairs, TensorPair, is_computed, layer_order
-from compressor.sources import TOKEN_IDS
+from compressor.sources import TOKEN_IDS, usable_ids
 from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint, StoredTensor
 from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.format.artifact import Artifact
@@ -216,10 +216,11 @@ class DeltaModel:
         ids = parse_json(own, f"{self.artifact.where}: {GENERATION_FILE}")
         if not isinstance(ids, dict):
             raise ArtifactError(f"{self.artifact.where}: {GENERATION_FILE} holds no JSON object")
-        config = {**self.base.config, **{key: ids[key] for key in TOKEN_IDS if key in ids}}
-        config["tie_word_embeddings"] = manifest.tied
+        config = {**self.base.config, "tie_word_embeddings": manifest.tied}
         if self.base.embedding_name:
-            config["vocab_size"] = self.shape(self.base.embedding_name)[0]
+            rows = config["vocab_size"] = self.shape(self.base.embedding_name)[0]
+            unusable = {key: None for key in TOKEN_IDS if key in config}
+            config |= {**unusable, **usable_ids(self.base.config, rows), **usable_ids(ids, rows)}
         return config
 
     @property

@@ -124,7 +124,9 @@ def _measure(
         raise UsageError("`text` none: give a .txt or .jsonl file, a data set's name, or self")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     teacher = Decoder(finetune, device, torch.float32)
-    sequences = calibration_text(Calibration(config.text, config.samples, seed=SEED), teacher)
+    sequences = calibration_text(
+        Calibration(config.text, config.samples, seed=SEED), teacher, base=students[0].path
+    )
     batches: Sequence[Tensor] = batched(sequences, BATCH_TOKENS)
     total = teacher.num_blocks * (1 + len(students))
     with progress_bar(total, "comparing", "block", config.progress) as bar:

@@ -1,12 +1,32 @@
-"""Checks of an output before any work: it is no input, can be written, and fits on its disk. Knows paths and sizes."""
+"""Checks of an output: before any work, that it can be written; after it, that whoever reads it can.
+
+A server checks an upload by `deltastore.format.validate`, and its files in a worker process. The same is done here.
+"""
 
 from __future__ import annotations
 
+import copy
+import os
 import shutil
-from collections.abc import Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from deltastore.errors import StorageFull, UsageError
+from compressor.decoder.weights import DeltaModel
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
+from deltastore.errors import CheckpointError, StorageFull, UsageError, failures_as
+from deltastore.format.artifact import Artifact
+from deltastore.format.validate import check_artifact, check_base
+
+# The program that checks a variant's files, its exit code for a defect, and its longest time with a slow start.
+READER, REFUSED, READER_S = "server.publishing.checks", 3, 330.0
+UNCHECKED = ".unchecked"
+MAX_ROWS = 1 << 31  # of a base whose embedding is not known by its name
 
 
 def check_not_an_input(out: Path, inputs: Mapping[str, str | Path | None]) -> None:
@@ -58,3 +78,119 @@ def check_free_disk(
         raise StorageFull(
             f"{directory}: {free} bytes are free and {consumer} {needed_bytes}: free some space there or {way_out}"
         )
+
+
+class ReaderDied(CheckpointError):
+    """The process that checks a variant's files died, which says nothing of them."""
+
+
+def check_written(path: Path, where: str, base: Checkpoint, identity: Base) -> None:
+    """Check an artifact as a server checks an upload, and that its merged configuration can be loaded.
+
+    Args:
+        where: the artifact's name in errors.
+        identity: of the base.
+
+    Raises:
+        ArtifactError, BaseMismatch: numbers or shapes that no kernel may read.
+        CheckpointError: files or a configuration that nothing can load.
+        ReaderDied: the process that checks the files died.
+    """
+    with Artifact.open(path, where) as artifact:
+        check_artifact(artifact)
+        check_base(artifact, identity)
+        model = DeltaModel(base, artifact)
+        check_config(model.config, base.config, where)
+        files = {name: artifact.file(name) for name in artifact.manifest.files}
+        rows = MAX_ROWS if base.embedding_name is None else model.shape(base.embedding_name)[0]
+        check_files(files, base.path, rows, where)
+
+
+def check_files(files: Mapping[str, bytes], base: Path, num_rows: int, where: str) -> None:
+    """Use a variant's tokenizer, chat templates and generation config in a process, as a server does for an upload.
+
+    Args:
+        files: by name; without any, nothing is done.
+        base: the directory of the base.
+        num_rows: of the variant's embedding.
+        where: the variant's name in errors.
+
+    Raises:
+        CheckpointError: a file that no server can use.
+        ReaderDied: the process died.
+    """
+    if not files:
+        return
+    with tempfile.TemporaryDirectory(prefix="peraxis-files-") as scratch:
+        for name, content in files.items():
+            path = Path(scratch) / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+        command = [sys.executable, "-P", "-m", READER, scratch, str(base.absolute()), str(num_rows), where]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=READER_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ReaderDied(
+                f"{where}: the check of its tokenizer did not end within {READER_S:g} s"
+            ) from error
+    if done.returncode == REFUSED:
+        raise CheckpointError(" ".join(done.stdout.decode(errors="replace").split()))
+    if done.returncode:
+        last = " ".join(done.stderr.decode(errors="replace").split()[-30:])
+        ended = (
+            f"by signal {-done.returncode}"
+            if done.returncode < 0
+            else f"with exit code {done.returncode}: {last}"
+        )
+        raise ReaderDied(f"{where}: the process that checks its tokenizer ended {ended}")
+
+
+def check_config(config: Mapping[str, Any], base: Mapping[str, Any], where: str) -> None:
+    """Refuse a merged configuration that transformers cannot load, where it loads the base's.
+
+    Raises:
+        CheckpointError: the reason.
+    """
+    if (reason := _refusal(config)) is not None and _refusal(base) is None:
+        raise CheckpointError(
+            f"{where}: transformers cannot load the configuration that merging gives ({reason}): correct the token ids "
+            "in the fine-tune's generation_config.json"
+        )
+
+
+def _refusal(config: Mapping[str, Any]) -> str | None:
+    """Return the reason why transformers cannot load a configuration; None if it can."""
+    # Deferred, because it takes seconds.
+    from transformers import AutoConfig
+
+    try:
+        with failures_as(CheckpointError):
+            # Copied, because transformers keeps and changes parts of it.
+            AutoConfig.for_model(**copy.deepcopy(dict(config)))
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def checked_at_end(out: Path) -> Iterator[Path]:
+    """Yield a path beside `out` that is renamed to `out` when the context ends, and removed if it fails.
+
+    Raises:
+        ReaderDied: it was raised in the context. The file stays under its own name, which the error tells.
+    """
+    unchecked = out.with_name(out.name + UNCHECKED)
+    try:
+        yield unchecked
+        os.replace(unchecked, out)
+    except ReaderDied as error:
+        # Changed and not replaced, because it may have notes.
+        error.args = (
+            f"{error}: the artifact is whole and stays as {unchecked}: free some memory and run again",
+        )
+        raise
+    except BaseException:
+        unchecked.unlink(missing_ok=True)
+        raise

@@ -17,7 +17,15 @@ from compressor.config import CompressConfig, FitSettings
 from compressor.decoder.weights import DeltaModel, base_with_added_rows, finetune_with_own_head
 from compressor.memory import Requirements, check_memory, disk_bytes, requirements_of
 from compressor.model_card import DeltaFacts, check_card_directory, write_card
-from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
+from compressor.outputs import (
+    MAX_ROWS,
+    check_file_name,
+    check_files,
+    check_free_disk,
+    check_not_an_input,
+    check_written,
+    checked_at_end,
+)
 from compressor.pairs import (
     PairCoding,
     Pairs,
@@ -70,7 +78,8 @@ def compress(config: CompressConfig) -> CompressResult:
     """Make the artifact of `config`; the same inputs give the same bytes.
 
     Raises:
-        CheckpointError: a checkpoint that cannot be read, or a pair that no delta can carry.
+        CheckpointError: a checkpoint that cannot be read, a pair that no delta can carry, or files that no server uses.
+        ReaderDied: the last check was killed; the artifact stays beside `out`.
         MemoryTooSmall: less memory than fitting needs.
         FidelityError: a delta below `min_agreement`, which is not written.
         StorageFull: too little free disk at `out`.
@@ -141,18 +150,31 @@ def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str,
     if not config.any_base:
         check_related(pairs)
     base = _identify(pairs.base, config)
-    with ArtifactWriter(config.out) as writer:
+    if config.fit_settings is not None:
+        # Before hours of fitting; the end of the command checks the same.
+        check_files(files, pairs.base.path, _num_rows(pairs), str(config.finetune))
+    with checked_at_end(config.out) as path, ArtifactWriter(path) as writer:
         if config.fit_settings is None:
             contents = _contents(config, base, pairs, files, None)
-            return *write_delta(contents, writer, progress=config.progress), ()
+            manifest, digest = write_delta(contents, writer, progress=config.progress)
+            check_written(path, str(config.out), pairs.base, base)
+            return manifest, digest, ()
         inputs = _inputs(base, pairs.finetune, config, config.fit_settings)
         with open_checkpoint_store(config.out, inputs, resume=config.resume) as store:
             fitted = _fit(config, config.fit_settings, pairs, coded, store)
             _check_agreement(config, fitted)
             contents = _contents(config, base, pairs, files, fitted)
             manifest, digest = write_delta(contents, writer, progress=config.progress)
+            check_written(path, str(config.out), pairs.base, base)
             store.discard()
     return manifest, digest, fitted.test_text
+
+
+def _num_rows(pairs: Pairs) -> int:
+    """Return the rows of the fine-tune's embedding."""
+    embedding = pairs.base.embedding_name
+    rows = [pair.tensor.shape[0] for pair in pairs.tensors if pair.base_tensor.name == embedding]
+    return max(rows, default=MAX_ROWS)
 
 
 def _contents(

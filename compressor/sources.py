@@ -5,9 +5,12 @@ A delta carries its tokenizer, chat template and generation config. No code that
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,8 +21,14 @@ from huggingface_hub.errors import DryRunError
 from huggingface_hub.utils.tqdm import tqdm
 
 from deltastore.checkpoint import Checkpoint
-from deltastore.errors import ArtifactError, CheckpointError, failures_as
-from deltastore.format.files import GENERATION_FILE, MAX_NAMED_TEMPLATES, NAMED_TEMPLATES, tokenizer_paths
+from deltastore.errors import ArtifactError, CheckpointError, UsageError, failures_as, shown
+from deltastore.format.files import (
+    GENERATION_FILE,
+    MAX_NAMED_TEMPLATES,
+    NAMED_TEMPLATES,
+    TOKENIZER_FILES,
+    tokenizer_paths,
+)
 from deltastore.format.header import parse_json
 from deltastore.format.layout import MAX_FILE_BYTES
 
@@ -132,7 +141,13 @@ def _not_on_hub(source: str, error: BaseException) -> CheckpointError:
     )
 
 
-TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILE, TEMPLATE_FILE = "tokenizer.json", "chat_template.jinja"
+# Files that a tokenizer can be made of, and those that no artifact carries.
+VOCABULARIES = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+FOREIGN_VOCABULARIES = (
+    "tekken.json", "*.tiktoken", "tiktoken.model", "tokenizer.model.*", "sentencepiece.bpe.model", "bpe.model",
+)  # fmt: skip
+PROBE_TEXT = "A probe: 1 + 2 = 3"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Written by transformers; no token depends on it.
 FREE_GENERATION = frozenset({
@@ -144,13 +159,16 @@ FREE_GENERATION = frozenset({
 def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
     """Return the files that a fine-tune does not share with its base, in an artifact's order.
 
-    All files of a tokenizer go together, because a mixture of two tokenizers is invalid.
+    All files of a tokenizer go together, because a mixture of two tokenizers is invalid; chat templates go alone.
 
     Raises:
-        CheckpointError: a file is too large or not what its name says.
+        CheckpointError: a file is too large or not what its name says, or a tokenizer that no server can load.
+        UsageError: a tokenizer that is converted by a package which is not installed.
     """
-    files, tokenizer = {}, tokenizer_files(finetune)
+    files, own = {}, tokenizer_files(finetune)
+    tokenizer = usable_tokenizer(finetune.path, base.path)
     if tokenizer and tokenizer != tokenizer_files(base):
+        tokenizer = own if own and all(map(is_template, own)) else tokenizer
         _check_tokenizer(finetune.path, tokenizer)
         files.update(tokenizer)
     if _generation_settings(finetune) != _generation_settings(base):
@@ -158,13 +176,129 @@ def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
     return files
 
 
+def usable_tokenizer(finetune: Path, base: Path) -> dict[str, bytes]:
+    """Return the files of a fine-tune's tokenizer, with `tokenizer.json` among them; none if it has no tokenizer.
+
+    One without a vocabulary, or with that of the base, is completed by the base's files. One with another vocabulary
+    is converted by transformers.
+
+    Raises:
+        CheckpointError: a vocabulary that cannot be converted, or added tokens that the completed tokenizer lacks.
+        UsageError: a vocabulary that is converted by a package which is not installed.
+    """
+    own, foreign = _tokenizer_files(finetune), _foreign_vocabularies(finetune)
+    if TOKENIZER_FILE in own or not (own or foreign):
+        return own
+    vocabularies = [*(name for name in VOCABULARIES if name in own), *foreign]
+    if all(_is_same_file(finetune / name, base / name) for name in vocabularies):
+        completed = {**_tokenizer_files(base), **own}
+        own = {name: completed[name] for name in sorted(completed, key=_order)}
+    if TOKENIZER_FILE not in own:
+        own = _converted(finetune, own, foreign)
+    _check_added_tokens(finetune, own)
+    return own
+
+
+def is_template(name: str) -> bool:
+    """Return True for the name of a file that is a chat template."""
+    return name == TEMPLATE_FILE or name.startswith(f"{NAMED_TEMPLATES}/")
+
+
+def _order(name: str) -> tuple[int, str]:
+    """Return a key that sorts names as an artifact has them."""
+    return (TOKENIZER_FILES.index(name) if name in TOKENIZER_FILES else len(TOKENIZER_FILES)), name
+
+
+def _foreign_vocabularies(directory: Path) -> list[str]:
+    """Return the names of vocabularies that no artifact carries."""
+    return sorted(path.name for pattern in FOREIGN_VOCABULARIES for path in directory.glob(pattern))
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    return other.is_file() and one.read_bytes() == other.read_bytes()
+
+
+def _converted(directory: Path, files: Mapping[str, bytes], foreign: Sequence[str]) -> dict[str, bytes]:
+    """Return a tokenizer's files as transformers saves them once it has converted its vocabulary."""
+    names = [*(name for name in files if not is_template(name)), *foreign]
+    named = f"{directory}: its tokenizer is {', '.join(names)} without a {TOKENIZER_FILE}"
+    missing = [package for package in ("sentencepiece", "google.protobuf") if not _is_installed(package)]
+    if missing and any(name.endswith(".model") for name in names):
+        raise UsageError(
+            f"{named}, and converting it needs {missing[0]}: pip install 'peraxis[sentencepiece]', or save the "
+            "tokenizer in its fast form there"
+        )
+    # Deferred, because the import takes seconds.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    with (
+        tempfile.TemporaryDirectory(prefix="tokenizer-") as scratch,
+        failures_as(
+            lambda reason: CheckpointError(
+                f"{named}, and transformers cannot convert it ({reason}): save the tokenizer in its fast form there"
+            )
+        ),
+    ):
+        source, out = Path(scratch) / "source", Path(scratch) / "out"
+        _write_files(source, files)
+        for name in (*foreign, "config.json"):
+            shutil.copyfile(directory / name, source / name)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ValueError(f"it is a {type(tokenizer).__name__}, which has no fast form")
+        # transformers makes a tokenizer of nothing where it finds no vocabulary.
+        if not set(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
+            raise ValueError("it has no vocabulary")
+        tokenizer.save_pretrained(out)
+        return _tokenizer_files(out)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_bytes(content)
+
+
+def _check_added_tokens(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Refuse added tokens that only `added_tokens.json` names: beside tokenizer.json, transformers does not read it."""
+    _check_tokenizer(directory, files)
+    listed = json.loads(files.get("added_tokens.json", b"{}"))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(files[TOKENIZER_FILE].decode())
+    config = json.loads(files.get("tokenizer_config.json", b"{}"))
+    decoder = config.get("added_tokens_decoder") if isinstance(config, dict) else None
+    known = {
+        str(token.get("content")): index
+        for index, token in (decoder.items() if isinstance(decoder, dict) else ())
+        if isinstance(token, dict)
+    }
+    for token, index in listed.items() if isinstance(listed, dict) else ():
+        if tokenizer.token_to_id(token) != index and known.get(token) != str(index):
+            raise CheckpointError(
+                f"{directory / 'added_tokens.json'}: it gives token {shown(token)} the id {shown(index)}, and the "
+                f"base's {TOKENIZER_FILE}, which completes it, does not: save the fine-tune's whole tokenizer there"
+            )
+
+
 def tokenizer_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return the tokenizer files of a checkpoint, by name."""
-    paths = tokenizer_paths(checkpoint.path)
+    return _tokenizer_files(checkpoint.path)
+
+
+def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+    paths = tokenizer_paths(directory)
     num_named = sum(name.startswith(f"{NAMED_TEMPLATES}/") for name in paths)
     if num_named > MAX_NAMED_TEMPLATES:
         raise CheckpointError(
-            f"{checkpoint.path / NAMED_TEMPLATES}: {num_named} chat templates, more than the {MAX_NAMED_TEMPLATES} "
+            f"{directory / NAMED_TEMPLATES}: {num_named} chat templates, more than the {MAX_NAMED_TEMPLATES} "
             "that a delta carries: remove those that no client names"
         )
     return {name: _content(path) for name, path in paths.items()}
@@ -214,13 +348,37 @@ def _generation_settings(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return {key: value for key, value in document.items() if key not in FREE_GENERATION and value is not None}
 
 
+def usable_ids(facts: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """Return the special token ids of a configuration that a model can use: whole numbers below its rows.
+
+    Ids that are null stay; of a list, the usable ones stay.
+
+    Args:
+        rows: of the model's embedding.
+    """
+    usable: dict[str, Any] = {}
+    for key in (key for key in TOKEN_IDS if key in facts):
+        value = facts[key]
+        ids = [
+            each
+            for each in (value if isinstance(value, list) else [value])
+            if type(each) is int and 0 <= each < rows
+        ]
+        if ids or value is None:
+            usable[key] = ids if isinstance(value, list) else value
+    return usable
+
+
 def has_tokenizer(directory: Path) -> bool:
     """Return True if a checkpoint has any of a tokenizer's files."""
-    return bool(tokenizer_paths(directory))
+    return bool(tokenizer_paths(directory) or _foreign_vocabularies(directory))
 
 
-def load_tokenizer(directory: Path) -> Any:
+def load_tokenizer(directory: Path, base: Path | None = None) -> Any:
     """Return the checkpoint's transformers tokenizer.
+
+    Args:
+        base: the directory of the base, whose files complete a partial tokenizer as `usable_tokenizer` does.
 
     Raises:
         CheckpointError: no tokenizer, or one that cannot be loaded.
@@ -228,7 +386,13 @@ def load_tokenizer(directory: Path) -> Any:
     # Deferred, because the import takes seconds.
     from transformers import AutoTokenizer
 
-    with failures_as(
-        lambda reason: CheckpointError(f"{directory}: its tokenizer cannot be loaded: {reason}")
-    ):
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    with tempfile.TemporaryDirectory(prefix="tokenizer-") as scratch:
+        source = directory
+        if base is not None and not (directory / TOKENIZER_FILE).is_file():
+            source = Path(scratch)
+            _write_files(source, usable_tokenizer(directory, base))
+            shutil.copyfile(directory / "config.json", source / "config.json")
+        with failures_as(
+            lambda reason: CheckpointError(f"{directory}: its tokenizer cannot be loaded: {reason}")
+        ):
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)

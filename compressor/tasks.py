@@ -213,7 +213,7 @@ def examples(
     from compressor.decoder.decoder import Decoder
     from compressor.sources import load_tokenizer
 
-    tokenizer, ends = load_tokenizer(finetune.path), _end_ids(finetune)
+    tokenizer, ends = load_tokenizer(finetune.path, base.path), _end_ids(finetune)
     length = max(1, min(PROMPT_TOKENS, *(len(text) // 2 for text in texts)))
     prompts = torch.stack([text[:length] for text in texts])
     written = [

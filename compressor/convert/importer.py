@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from compressor.codec import Map, measured, row_blocks
-from compressor.outputs import check_file_name, check_free_disk, check_not_an_input
+from compressor.outputs import (
+    check_file_name,
+    check_free_disk,
+    check_not_an_input,
+    check_written,
+    checked_at_end,
+)
 from compressor.pairs import TensorPair, check_architecture, is_finite, layer_order, pair_up
 from compressor.sources import own_files
 from compressor.writer import CodedMatrix, DeltaContents, DeltaTensor, WrittenDelta, write_delta
@@ -293,7 +299,7 @@ def import_diff(config: ImportConfig) -> WrittenDelta:
     num_bytes = sum(tensor.num_bytes for tensor in tensors) + sum(map(len, files.values()))
     # Twice, because the artifact is written to a spool and then copied into its file.
     check_free_disk(config.out.parent, 2 * num_bytes, "importing needs up to")
-    with ArtifactWriter(config.out) as writer:
+    with checked_at_end(config.out) as path, ArtifactWriter(path) as writer:
         identity = identify_base(base, config.progress)
         contents = DeltaContents(
             base=identity,
@@ -304,6 +310,7 @@ def import_diff(config: ImportConfig) -> WrittenDelta:
             settings={"imported": config.kind},
         )
         manifest, digest = write_delta(contents, writer, progress=config.progress)
+        check_written(path, str(config.out), base, identity)
     changed = {name: tuple(spec.shape) for name, spec in manifest.tensors.items()}
     return WrittenDelta(
         out=config.out,

@@ -26,13 +26,13 @@ from compressor.convert.merge_kernel import merge_delta
 from compressor.decoder.weights import DeltaModel
 from compressor.outputs import check_free_disk, check_not_an_input
 from compressor.pairs import is_finite
-from compressor.sources import checkpoint_directory, tokenizer_files
+from compressor.sources import TOKEN_IDS, checkpoint_directory, is_template, tokenizer_files, usable_ids
 from deltastore.checkpoint import DTYPE_NAME, INDEX_FILE, SINGLE_FILE, TORCH_DTYPE, Checkpoint
 from deltastore.console import byte_progress, identify_base
 from deltastore.errors import StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
 from deltastore.format.files import GENERATION_FILE, is_tokenizer_file
-from deltastore.format.header import DTYPE_BYTES, TensorEntry, encode_header
+from deltastore.format.header import DTYPE_BYTES, TensorEntry, encode_header, parse_json
 from deltastore.format.layout import FLOATS
 from deltastore.format.validate import check_artifact, check_base
 
@@ -232,12 +232,27 @@ class _MergedModel:
     def files(self) -> dict[str, bytes]:
         """The variant's own files, else the base's; and the configuration."""
         own = {name: self.artifact.file(name) for name in self.artifact.manifest.files}
-        files = own if any(map(is_tokenizer_file, own)) else {**tokenizer_files(self.base), **own}
+        has_tokenizer = any(is_tokenizer_file(name) and not is_template(name) for name in own)
+        # Chat templates alone go with the base's tokenizer.
+        files = own if has_tokenizer else {**tokenizer_files(self.base), **own}
         generation = self.base.path / GENERATION_FILE
         if GENERATION_FILE not in files and generation.is_file():
             files[GENERATION_FILE] = generation.read_bytes()
+        if GENERATION_FILE in files:
+            files[GENERATION_FILE] = self._usable(files[GENERATION_FILE])
         config = json.dumps(self._config(), indent=2)
         return {"config.json": config.encode() + b"\n", **files}
+
+    def _usable(self, generation: bytes) -> bytes:
+        """Return a generation config without token ids that the model lacks."""
+        facts = parse_json(generation, GENERATION_FILE)
+        if not isinstance(facts, dict) or self.base.embedding_name is None:
+            return generation
+        ids = usable_ids(facts, self.model.shape(self.base.embedding_name)[0])
+        usable = {
+            key: ids.get(key, value) for key, value in facts.items() if key not in TOKEN_IDS or key in ids
+        }
+        return generation if usable == facts else json.dumps(usable, indent=2).encode() + b"\n"
 
     def _config(self) -> dict[str, Any]:
         config = self.model.config

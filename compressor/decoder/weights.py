@@ -24,7 +24,7 @@ from transformers.core_model_loading import WeightConverter
 from compressor.codec import row_blocks
 from compressor.names import converters_of, stored_targets
 from compressor.pairs import Pairs, TensorPair, layer_order
-from compressor.sources import TOKEN_IDS
+from compressor.sources import TOKEN_IDS, usable_ids
 from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint, StoredTensor, is_computed
 from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.format.artifact import Artifact
@@ -204,8 +204,11 @@ class DeltaModel:
             raise ArtifactError(f"{self.artifact.where}: {GENERATION_FILE} holds no JSON object")
         embedding = self.base.embedding_name
         shape = self.shape(embedding) if embedding else None
-        own_ids = {key: ids[key] for key in TOKEN_IDS if key in ids}
-        return {**with_ends(self.base.config, manifest.tied, shape[0] if shape else None), **own_ids}
+        config = with_ends(self.base.config, manifest.tied, shape[0] if shape else None)
+        if shape:
+            unusable = {key: None for key in TOKEN_IDS if key in config}
+            config |= {**unusable, **usable_ids(self.base.config, shape[0]), **usable_ids(ids, shape[0])}
+        return config
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:

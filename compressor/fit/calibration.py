@@ -36,7 +36,10 @@ MAX_REASON_CHARS = 200
 
 
 def calibration_text(
-    calibration: Calibration, finetune: Decoder, on_tokens: Callable[[int], Any] | None = None
+    calibration: Calibration,
+    finetune: Decoder,
+    on_tokens: Callable[[int], Any] | None = None,
+    base: Path | None = None,
 ) -> list[Tensor]:  # [length] int64 each
     """Return at most `samples` sequences of ids that are valid for the fine-tune; none for the text `none`.
 
@@ -45,6 +48,7 @@ def calibration_text(
 
     Args:
         on_tokens: called with the number of tokens sampled since the last call.
+        base: the directory of the base, whose tokenizer completes the fine-tune's.
 
     Raises:
         UsageError: no such file or data set, a record of another form, too little text, a length above the model's.
@@ -55,9 +59,9 @@ def calibration_text(
     _check_length(calibration, finetune)
     if calibration.text == "self":
         generator = torch.Generator().manual_seed(calibration.seed)
-        prompts = _prompts(calibration, finetune, generator)
+        prompts = _prompts(calibration, finetune, generator, base)
         return list(sample(finetune, prompts, calibration.length, generator, on_tokens))
-    sequences = _given_text(calibration, finetune)
+    sequences = _given_text(calibration, finetune, base)
     largest = max(int(sequence.max()) for sequence in sequences)
     if largest >= finetune.num_embeddings:
         raise CheckpointError(
@@ -114,14 +118,15 @@ def _check_length(calibration: Calibration, finetune: Decoder) -> None:
         )
 
 
-def _given_text(calibration: Calibration, finetune: Decoder) -> list[Tensor]:
-    """Sequences of a file or data set."""
-    if not has_tokenizer(finetune.weights.path):
+def _given_text(calibration: Calibration, finetune: Decoder, base: Path | None) -> list[Tensor]:
+    """Return sequences of a file or data set."""
+    directory = next((path for path in (finetune.weights.path, base) if path and has_tokenizer(path)), None)
+    if directory is None:
         raise CheckpointError(
             f"{finetune.weights.path}: there is no tokenizer in it, which {calibration.text} needs: copy the model's "
             "tokenizer.json there, or give `text='self'`"
         )
-    tokenizer = load_tokenizer(finetune.weights.path)
+    tokenizer = load_tokenizer(directory, base)
     max_chars = calibration.samples * calibration.length * CHARS_PER_TOKEN
     # Closed, so that the process that reads a file ends with the last record that is needed.
     with closing(_records(calibration.text, tokenizer, max_chars)) as texts:
@@ -156,11 +161,11 @@ def _prefix(tokenizer: Any) -> list[int]:
 
 
 def _prompts(
-    calibration: Calibration, finetune: Decoder, generator: torch.Generator
+    calibration: Calibration, finetune: Decoder, generator: torch.Generator, base: Path | None
 ) -> Tensor:  # [samples, tokens] int64
     """Return the prompts of sampled text: the chat template up to a user's message, or a random token."""
     directory = finetune.weights.path
-    tokenizer = load_tokenizer(directory) if has_tokenizer(directory) else None
+    tokenizer = load_tokenizer(directory, base) if has_tokenizer(directory) else None
     if opening := _user_turn(directory, tokenizer):
         prompts = torch.tensor([opening]).expand(calibration.samples, -1)
     else:

@@ -133,7 +133,7 @@ class Fit:
             calibration = self.fit_settings.calibration
             tokens = calibration.samples * calibration.length if calibration.text == "self" else 0
             with progress_bar(tokens, "sampling text", "token", self.shows_progress and tokens > 0) as bar:
-                sequences = calibration_text(calibration, finetune, bar.update)
+                sequences = calibration_text(calibration, finetune, bar.update, self.base.path)
             if len(sequences) < calibration.samples:
                 print(
                     f"{calibration.text}: its text makes {len(sequences)} sequences of {calibration.length} tokens, "

@@ -282,9 +282,9 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _prompts(pair: OwnPair, base_dir: Path, finetune_dir: Path) -> Prompts:
-    is_chat = _has_template(_tokenizer_directory(base_dir, finetune_dir))
+    is_chat = _has_template(_tokenizer_directory(base_dir, finetune_dir), base_dir)
     texts = pair.prompts or (QUESTIONS if is_chat else BEGINNINGS)
-    return Prompts(texts, is_chat, is_chat and _has_template(base_dir))
+    return Prompts(texts, is_chat, is_chat and _has_template(base_dir, base_dir))
 
 
 def _tokenizer_directory(base_dir: Path, finetune_dir: Path) -> Path:
@@ -292,8 +292,8 @@ def _tokenizer_directory(base_dir: Path, finetune_dir: Path) -> Path:
     return finetune_dir if has_tokenizer(finetune_dir) else base_dir
 
 
-def _has_template(directory: Path) -> bool:
-    return load_tokenizer(directory).chat_template is not None
+def _has_template(directory: Path, base_dir: Path) -> bool:
+    return load_tokenizer(directory, base_dir).chat_template is not None
 
 
 def _stored_bytes(checkpoint: Checkpoint) -> int:
@@ -316,6 +316,7 @@ def finetune_answers(
     progress(f"asking the fine-tune itself, {size_text(weight_bytes)} in transformers")
     task = {
         "model": str(finetune_dir),
+        "base": str(base_dir),
         "tokenizer": str(_tokenizer_directory(base_dir, finetune_dir)),
         "dtype": str(dtype).removeprefix("torch."),
         "texts": list(prompts.texts),
@@ -340,7 +341,7 @@ def generate_in_this_process(task: Mapping[str, Any]) -> list[dict[str, Any]]:
     on_gpu = torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > task["needed_bytes"]
     model = whole_model(Path(task["model"]), getattr(torch, task["dtype"])).eval()
     model.to("cuda" if on_gpu else "cpu")
-    tokenizer = load_tokenizer(Path(task["tokenizer"]))
+    tokenizer = load_tokenizer(Path(task["tokenizer"]), Path(task["base"]))
     answers = []
     for text in task["texts"]:
         if task["is_chat"]:

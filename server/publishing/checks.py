@@ -1,6 +1,7 @@
 """Checks of uploaded artifacts, in worker processes that may be killed.
 
-A worker has torch; the process that owns the pool needs none.
+A worker has torch; the process that owns the pool needs none. Run as a program, this module checks the files of one
+variant, which is how `peraxis compress` and `import` ask beforehand what an upload would be asked.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
 
-from deltastore.errors import ArtifactError, ArtifactTooLarge
+from deltastore.errors import ArtifactError, ArtifactTooLarge, PeraxisError
 from deltastore.registry.records import ArtifactFacts
 from deltastore.threads import NICENESS
 from server.errors import Draining, QueueFull, WorkerDied, WorkerKilled, WorkerTimeout, unread_tensor
 from server.workers.pool import LOAD_LIMITS, LOAD_S, WorkerPool
-from server.workers.worker_main import Limits
+from server.workers.worker_main import Limits, allow
 
 if TYPE_CHECKING:
     from deltastore.base import Base
@@ -36,6 +39,8 @@ MAX_FILES_BYTES = 256 << 20
 # Of a base whose embedding is not known by its name.
 MAX_ROWS = 1 << 31
 WHERE = "the upload"
+# Exit code of this module's program.
+REFUSED = 3
 # Imported by a worker before its first check. The first makes transformers do without torch, which follows.
 MODULES = (
     "server.text.without_torch", "server.text.worker_tasks",
@@ -171,3 +176,34 @@ def check_files(path: Path, base_dir: Path, base: Base) -> None:
         shapes = {**base.shapes, **{name: spec.shape for name, spec in artifact.manifest.tensors.items()}}
     rows = shapes[base.embedding][0] if base.embedding is not None else MAX_ROWS
     check_text_files(files, base_dir, rows, WHERE)
+
+
+def main(files_dir: Path, base_dir: Path, num_embeddings: int, where: str) -> int:
+    """Use the files of a variant within the limits of a worker; print the first defect.
+
+    Args:
+        files_dir: holds its tokenizer, chat templates and generation config, and nothing else.
+        base_dir: the base's checkpoint.
+        num_embeddings: rows of the variant's embedding.
+        where: its name in the message.
+
+    Returns:
+        The exit code: 0, or `REFUSED` for a defect. With any other the process died.
+    """
+    import server.text.without_torch  # noqa: F401
+    from server.text.worker_tasks import check_text_files
+
+    paths = [path for path in files_dir.rglob("*") if path.is_file()]
+    files = {str(path.relative_to(files_dir)): path.read_bytes() for path in paths}
+    allow(LOAD_LIMITS)
+    signal.alarm(int(LOAD_S))
+    try:
+        check_text_files(files, base_dir, num_embeddings, where)
+    except PeraxisError as error:
+        print(error)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

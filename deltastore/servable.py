@@ -70,6 +70,11 @@ def read_config(directory: Path) -> Any:
         raise NotServable(f"{directory}: it is quantised: serve the base in bfloat16, float16 or float32")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise NotServable(f"model type {config.model_type!r} is no causal language model of transformers")
+    if (text := config.get_text_config()) is not config:
+        raise NotServable(
+            f"model type {config.model_type!r}: it wraps a text model ({text.model_type}) beside towers for images or "
+            "audio, which is not served: save the text model alone with save_pretrained and serve that"
+        )
     return config
 
 
@@ -145,12 +150,15 @@ def _check_modules(model: PreTrainedModel) -> None:
     if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise no_head(model)
     unknown = [
-        f"{name} ({type(module).__name__})"
+        (name, type(module).__name__)
         for name, module in model.named_modules()
         if any(True for _ in module.parameters(recurse=False)) and module_kind(module) is None
     ]
     if unknown:
+        # The first one of each class, because a model repeats its layers.
+        first = {class_name: name for name, class_name in reversed(unknown)}
+        listed = [f"{name} ({class_name})" for class_name, name in reversed(first.items())]
         raise NotServable(
-            f"{kind(model)}: {len(unknown)} modules with weights are neither linear, embedding nor norm: "
-            f"{', '.join(unknown[:3])}; such models can be compressed and merged, not served"
+            f"{kind(model)}: {len(unknown)} modules with weights are neither linear, embedding, norm nor a known "
+            f"activation: {', '.join(listed[:3])}; such models can be compressed and merged, not served"
         )

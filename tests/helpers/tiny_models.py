@@ -158,11 +158,7 @@ def make_pair(
     """
     generator = torch.Generator().manual_seed(seed)
     settings = AutoConfig.for_model(architecture, **{**_COMMON, **_OVERRIDES[architecture], **config})
-    base = _model(settings, dtype)
-    for name, parameter in base.named_parameters():
-        parameter.data = _drawn(name, parameter.data, settings.initializer_range, generator)
-    base.tie_weights()
-    _save(base, make_tokenizer(), directory / "base", max_shard_size)
+    base = make_base(settings, directory / "base", dtype, generator, max_shard_size)
     finetunes = []
     for number, change in enumerate(changes):
         finetunes.append(directory / f"finetune-{number}")
@@ -171,6 +167,23 @@ def make_pair(
         tokenizer = make_tokenizer(change.added_tokens, change.chat_template)
         _save(model, tokenizer, finetunes[-1], max_shard_size)
     return TinyModels(directory / "base", finetunes)
+
+
+def make_base(
+    settings: Any,
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    generator: torch.Generator | None = None,
+    max_shard_size: str = "5GB",
+) -> PreTrainedModel:
+    """Write a random checkpoint of a configuration and its tokenizer, and return the model."""
+    generator = generator or torch.Generator().manual_seed(0)
+    base = _model(settings, dtype)
+    for name, parameter in base.named_parameters():
+        parameter.data = _drawn(name, parameter.data, _COMMON["initializer_range"], generator)
+    base.tie_weights()
+    _save(base, make_tokenizer(), directory, max_shard_size)
+    return base
 
 
 # Sizes of configurations under the names that older model types give them.
@@ -189,6 +202,9 @@ def shrunk(model_type: str) -> Any:
     """
     defaults = CONFIG_MAPPING[model_type]()
     given = {name: value for name, value in {**_OTHER_NAMES, **_COMMON}.items() if hasattr(defaults, name)}
+    if hasattr(defaults, "qk_rope_head_dim"):
+        # The size of a head is that of its parts.
+        given.pop("head_dim", None)
     return AutoConfig.for_model(model_type, **given)
 
 

@@ -19,8 +19,10 @@ from server.errors import LoadTimeout
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore, NewKey
 from server.tenants.tenant import TenantLimits
-from tests.server.helpers.http_app import HttpApp, running_app, settings_of
+from tests.helpers.tiny_models import Change, make_pair
+from tests.server.helpers.http_app import HttpApp, running_app, settings_of, with_engine
 from tests.server.helpers.live_server import ARTIFACT_PREFIX, Artifacts, error_of
+from tests.server.helpers.served import make_delta
 
 MEBIBYTE = 1 << 20
 
@@ -271,3 +273,19 @@ def test_without_a_limit_a_tenant_stores_as_many_bytes_as_it_leaves_free(
         assert [await fill(tenant) for tenant in ("first", "second", "third")] == [2, 1, 1]
 
     serve(artifacts, registry, talk)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+def test_an_upload_that_changes_what_no_layer_reads_is_refused_by_name(buffers: bool, tmp_path: Path) -> None:
+    models = make_pair("apertus", tmp_path, changes=(Change(buffers=buffers),))
+    delta = make_delta(models.base, models.finetunes[0], tmp_path / "delta.safetensors")
+
+    async def talk(app: HttpApp) -> None:
+        reply = await app.client.post("/variants?name=one", content=delta.read_bytes())
+        if not buffers:
+            assert reply.status_code == 201
+            return
+        assert reply.status_code == 400
+        assert "it changes 'model.layers.0.mlp.act_fn.beta' (and 3 more)" in error_of(reply)["message"]
+
+    with_engine(models.base, tmp_path / "registry", talk)

@@ -176,14 +176,15 @@ def _made_tables(checkpoint: Checkpoint) -> Iterator[list[Fact]]:
     for dtype, mask_dtype in product(
         (torch.float32, torch.float16, torch.bfloat16), (torch.bool, torch.uint8)
     ):
-        rotary = {} if frequencies is None else {"rotary_emb.inv_freq": frequencies.to(dtype)}
-        masked = {} if masks is None else {"bias": masks[0].to(mask_dtype), "masked_bias": masks[1].to(dtype)}
+        rotary, masked = {}, {}
+        if frequencies is not None:
+            rotary = {"rotary_emb.inv_freq": _fact(frequencies.to(dtype))}
+        if masks is not None:
+            masked = {"bias": _fact(masks[0].to(mask_dtype)), "masked_bias": _fact(masks[1].to(dtype))}
         # Without masks, their dtype says nothing.
         if masked or mask_dtype == torch.bool:
             for tables in filter(None, (rotary, masked, {**rotary, **masked} if rotary and masked else {})):
-                yield [
-                    (f"{owner}.{name}", *_fact(table)) for owner in owners for name, table in tables.items()
-                ]
+                yield [(f"{owner}.{name}", *fact) for owner in owners for name, fact in tables.items()]
 
 
 def _fact(table: Tensor) -> tuple[str, list[int], str]:

@@ -102,8 +102,16 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         if config.get("model_type") not in CONFIG_MAPPING:
             return None
         _check_counts(config)
-        # Copied, because transformers changes its argument.
-        return AutoConfig.for_model(**json.loads(json.dumps(config)))
+        return AutoConfig.for_model(**_without_dtypes(json.loads(json.dumps(config))))
+
+
+def _without_dtypes(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the dtypes of a configuration and its parts: some are written in words that transformers refuses."""
+    return {
+        name: _without_dtypes(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if name not in ("dtype", "torch_dtype")
+    }
 
 
 def _refused(reason: str) -> CheckpointError:

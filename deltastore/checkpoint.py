@@ -152,7 +152,10 @@ def _with_ends(path: Path, config: Mapping[str, Any], tensors: dict[str, StoredT
         CheckpointError: one of them is missing, and the model does not take the other for it.
     """
     embedding, head = _first(tensors, EMBEDDING_SUFFIXES), _first(tensors, HEAD_SUFFIXES)
-    ends = ends_of(config)
+    try:
+        ends = ends_of(config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}/{error}") from error
     if embedding is not None and head is not None:
         ties = config.get("tie_word_embeddings", True) if ends is None else ends.tied
         checkpoint = Checkpoint(path, config, tensors, tied=False)

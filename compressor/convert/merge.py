@@ -236,16 +236,17 @@ class _MergedModel:
         # Chat templates alone go with the base's tokenizer.
         files = own if has_tokenizer else {**tokenizer_files(self.base), **own}
         generation = self.base.path / GENERATION_FILE
-        if GENERATION_FILE not in files and generation.is_file():
-            files[GENERATION_FILE] = generation.read_bytes()
         if GENERATION_FILE in files:
-            files[GENERATION_FILE] = self._usable(files[GENERATION_FILE])
+            where = f"{self.artifact.where}: {GENERATION_FILE}"
+            files[GENERATION_FILE] = self._usable(files[GENERATION_FILE], where)
+        elif generation.is_file():
+            files[GENERATION_FILE] = self._usable(generation.read_bytes(), str(generation))
         config = json.dumps(self._config(), indent=2)
         return {"config.json": config.encode() + b"\n", **files}
 
-    def _usable(self, generation: bytes) -> bytes:
+    def _usable(self, generation: bytes, where: str) -> bytes:
         """Return a generation config without token ids that the model lacks."""
-        facts = parse_json(generation, GENERATION_FILE)
+        facts = parse_json(generation, where)
         if not isinstance(facts, dict) or self.base.embedding_name is None:
             return generation
         ids = usable_ids(facts, self.model.shape(self.base.embedding_name)[0])

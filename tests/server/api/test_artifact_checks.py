@@ -61,11 +61,11 @@ def check(base_dir: Path, path: Path, base: Base, slot_bytes: int = GIGABYTE) ->
 
 
 def with_tokenizer(artifacts: Artifacts, directory: Path, **steps: Any) -> Path:
-    """Make an artifact whose tokenizer.json has other steps, without the compressor's check of tokenizers."""
+    """Make an artifact whose tokenizer.json has other steps, without the compressor's checks."""
     finetune = shutil.copytree(artifacts.base.parent / "finetune-1", directory / "finetune")
     path = finetune / "tokenizer.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **steps}))
-    with patch("compressor.sources._check_tokenizer"):
+    with patch("compressor.sources._check_tokenizer"), patch("compressor.pipeline.check_written"):
         compress(CompressConfig(str(artifacts.base), str(finetune), directory / "delta", method="scalar"))
     return directory / "delta"
 

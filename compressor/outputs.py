@@ -1,4 +1,4 @@
-"""Checks of an output: before any work, that it can be written; after it, that whoever reads it can.
+"""Checks of an output: before any work, that it can be written; after it, that its readers accept it.
 
 A server checks an upload by `deltastore.format.validate`, and its files in a worker process. The same is done here.
 """

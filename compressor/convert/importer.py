@@ -283,6 +283,7 @@ def import_diff(config: ImportConfig) -> WrittenDelta:
     """Make the artifact of a diff file; the same inputs give the same bytes.
 
     Raises:
+        ArtifactError: numbers that no server takes.
         CheckpointError: a base or fine-tune that cannot be read, or a file that is no delta of this base.
         StorageFull: too little free disk at `out`.
         UsageError: an `out` that cannot be written.

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from bench.client import StreamTimes
 from bench.synthetic import LlamaShapes, write_delta
+from deltastore.architecture import POSITIONS
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact
@@ -356,6 +357,7 @@ def publish(registry: Registry, path: Path, name: str, tenant: str = "default") 
             manifest.base_fingerprint,
             manifest.method,
             manifest.fidelity,
+            manifest.config.get(POSITIONS),
         )
     with registry.open_upload(None) as upload, path.open("rb") as file:
         while block := file.read(1 << 22):

@@ -38,6 +38,7 @@ from compressor.pairs import (
 from compressor.resume import CheckpointStore, open_checkpoint_store
 from compressor.sources import checkpoint_directory, own_files
 from compressor.writer import DeltaContents, WrittenDelta, write_delta
+from deltastore.architecture import POSITIONS, architecture
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.console import identify_base
@@ -188,6 +189,7 @@ def _contents(
         tensors=delta_tensors(pairs, PairCoding(_coded_names(config, pairs), config.scales, deltas)),
         files=files,
         settings=settings_of(config),
+        max_positions=architecture(pairs.finetune.config).get(POSITIONS),
         num_sequences=None if fitted is None else fitted.num_sequences,
         # 0 stands where no matrix differs; else `write_delta` replaces it.
         fidelity={"weight_error": 0.0} | ({} if fitted is None else fitted.as_json()),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compressor.codec import Map, workers
 from compressor.config import Method
+from deltastore.architecture import POSITIONS
 from deltastore.base import Base
 from deltastore.console import byte_progress, rounded
 from deltastore.format.artifact import ArtifactWriter
@@ -55,6 +56,7 @@ class DeltaContents:
     tensors: Sequence[DeltaTensor]  # in layer order
     files: Mapping[str, bytes]  # the fine-tune's tokenizer, chat template and generation config
     settings: Mapping[str, Any]  # that the delta was made with
+    max_positions: int | None = None  # tokens of the fine-tune's longest context; None: as the base's
     num_sequences: int | None = None  # of calibration text; None where there was none
     fidelity: Mapping[str, Any] = field(default_factory=dict)  # measured so far; `weight_error` is added
 
@@ -136,13 +138,14 @@ def _manifest(
     compressor: dict[str, Any] = {"version": version("peraxis"), "settings": dict(contents.settings)}
     if contents.num_sequences is not None:
         compressor["num_sequences"] = contents.num_sequences
+    positions = {} if contents.max_positions is None else {POSITIONS: contents.max_positions}
     return Manifest(
         base_id=contents.base.id,
         base_fingerprint=contents.base.fingerprint,
         method=contents.method,
         tied=contents.tied,
         device_bytes=device_bytes,
-        config=dict(contents.base.config),
+        config={**contents.base.config, **positions},
         tensors=specs,
         files=list(contents.files),
         compressor=compressor,

@@ -184,6 +184,8 @@ def _read_by_model(document: str) -> Reading | None:
         ):
             # No logit depends on it, and no embedding is made with it.
             part.pad_token_id = None
+    # One that needs no library, whatever the configuration names.
+    parsed._attn_implementation = "eager"
     reads.watch(parsed, ())
     with failures_as(_refused), torch.device("meta"), torch.no_grad():
         model = model_class(own).eval().to(torch.bfloat16)
@@ -226,7 +228,8 @@ class _Reads:
                 self.watch(value, (*path, name))
             elif name == "rope_parameters" and isinstance(value, dict):
                 vars(config)[name] = _watched(value, (*path, name), self.paths)
-        reads, stock = self, type(config)
+        reads = self
+        stock: Any = type(config)
         renamed = getattr(stock, "attribute_map", {})
 
         def __getattribute__(own: Any, name: str) -> Any:
@@ -235,7 +238,7 @@ class _Reads:
                 reads.paths.add((*path, renamed.get(name, name)))
                 if name == POSITIONS and frame.f_code.co_name.startswith(_ROPE_FORMULA):
                     reads.rope_depends_on_length = True
-            return stock.__getattribute__(own, name)  # type: ignore[call-arg]
+            return stock.__getattribute__(own, name)
 
         # Under its own name, by which transformers finds the class of a part's model.
         body = {"__getattribute__": __getattribute__, "__module__": stock.__module__}

@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint directory, sharded or not, as named tensors that are read on demand.
 
 Tensors are read with `pread` into memory that the caller owns, whole or by rows. Files are never mapped: a file that
-shrinks while it is read raises an error, not SIGBUS. Opening one decides, as transformers does when it loads it,
-whether the output head is the input embedding. Must not know model classes.
+shrinks while it is read raises an error, not SIGBUS. Opening a checkpoint decides, as transformers does when it loads
+one, whether the output head is the input embedding. Must not know model classes.
 """
 
 from __future__ import annotations

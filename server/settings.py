@@ -124,8 +124,10 @@ class Settings(BaseModel):
     ] = None
     max_model_len: Annotated[
         Annotated[int, Field(ge=1)] | None,
-        Field(description="Tokens of prompt and output together."),
-        Flag(REQUESTS, "as the base was trained for"),
+        Field(
+            description="Tokens of prompt and output together; with --backend vllm, of the longest variant, too."
+        ),
+        Flag(REQUESTS, "as base and variant were trained for"),
     ] = None
     max_queue: Annotated[
         int,

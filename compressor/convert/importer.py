@@ -29,7 +29,7 @@ from compressor.outputs import (
 from compressor.pairs import TensorPair, check_architecture, is_finite, layer_order, pair_up
 from compressor.sources import own_files
 from compressor.writer import CodedMatrix, DeltaContents, DeltaTensor, WrittenDelta, write_delta
-from deltastore.architecture import ends_of
+from deltastore.architecture import POSITIONS, architecture, ends_of
 from deltastore.checkpoint import HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint, is_computed
 from deltastore.console import identify_base, rounded
 from deltastore.errors import ArtifactError, CheckpointError, shown
@@ -309,6 +309,7 @@ def import_diff(config: ImportConfig) -> WrittenDelta:
             tensors=tensors,
             files=files,
             settings={"imported": config.kind},
+            max_positions=None if finetune is None else architecture(finetune.config).get(POSITIONS),
         )
         manifest, digest = write_delta(contents, writer, progress=config.progress)
         check_written(path, str(config.out), base, identity)

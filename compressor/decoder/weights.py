@@ -25,6 +25,7 @@ from compressor.codec import row_blocks
 from compressor.names import converters_of, stored_targets
 from compressor.pairs import Pairs, TensorPair, layer_order
 from compressor.sources import TOKEN_IDS, usable_ids
+from deltastore.architecture import POSITIONS
 from deltastore.checkpoint import HEAD_SUFFIXES, Checkpoint, StoredTensor, is_computed
 from deltastore.errors import ArtifactError, CheckpointError
 from deltastore.format.artifact import Artifact
@@ -192,7 +193,7 @@ class DeltaModel:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The base's configuration with the fine-tune's ties, vocabulary and token ids.
+        """The base's configuration with the fine-tune's ties, vocabulary, longest context and token ids.
 
         Raises:
             ArtifactError: the delta's generation config is no JSON object.
@@ -203,11 +204,11 @@ class DeltaModel:
         if not isinstance(ids, dict):
             raise ArtifactError(f"{self.artifact.where}: {GENERATION_FILE} holds no JSON object")
         embedding = self.base.embedding_name
-        shape = self.shape(embedding) if embedding else None
-        config = with_ends(self.base.config, manifest.tied, shape[0] if shape else None)
-        if shape:
+        rows = self.shape(embedding)[0] if embedding else None
+        config = with_ends(self.base.config, manifest.tied, rows, manifest.config.get(POSITIONS))
+        if rows is not None:
             unusable = {key: None for key in TOKEN_IDS if key in config}
-            config |= {**unusable, **usable_ids(self.base.config, shape[0]), **usable_ids(ids, shape[0])}
+            config |= {**unusable, **usable_ids(self.base.config, rows), **usable_ids(ids, rows)}
         return config
 
     @property
@@ -253,13 +254,26 @@ class DeltaModel:
         return next(stored, "embed_out.weight" if is_neox else "lm_head.weight")
 
 
-def with_ends(config: Mapping[str, Any], tied: bool, rows: int | None = None) -> dict[str, Any]:
-    """Return a configuration with its output head tied or not, and with `rows` tokens, in its text part, too."""
+def with_ends(
+    config: Mapping[str, Any], tied: bool, rows: int | None = None, max_positions: int | None = None
+) -> dict[str, Any]:
+    """Return a configuration, or one whose text part has them, with these ends and this longest context.
+
+    Args:
+        tied: the output head is the input embedding.
+        rows: tokens of the vocabulary; None leaves them as they are.
+        max_positions: tokens of the longest context; None leaves it as it is.
+    """
     changed: dict[str, Any] = {"tie_word_embeddings": tied}
     text = config.get("text_config")
     if isinstance(text, Mapping):
-        return {**config, **changed, "text_config": with_ends(text, tied, rows)}
-    return {**config, **changed} | ({} if rows is None else {"vocab_size": rows})
+        return {**config, **changed, "text_config": with_ends(text, tied, rows, max_positions)}
+    if rows is not None:
+        changed["vocab_size"] = rows
+    # Some types name the longest context otherwise.
+    if max_positions is not None and POSITIONS in config and config[POSITIONS] != max_positions:
+        changed[POSITIONS] = max_positions
+    return {**config, **changed}
 
 
 def base_with_added_rows(pairs: Pairs) -> Weights:

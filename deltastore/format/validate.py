@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from deltastore.architecture import different_facts
+from deltastore.architecture import POSITIONS, different_facts
 from deltastore.base import Base
 from deltastore.checkpoint import HEAD_SUFFIXES
 from deltastore.errors import ArtifactError, ArtifactTooLarge, BaseMismatch, shown
@@ -19,6 +19,7 @@ from deltastore.format.matrix import largest_of_plane, largest_of_residual, num_
 
 # A delta or a whole tensor beyond FP16's range overflows activations.
 LARGEST_SCALE = 65504.0
+LARGEST_CONTEXT = 1 << 31
 
 
 def check_artifact(artifact: Artifact, where: str | None = None) -> None:
@@ -59,6 +60,20 @@ def check_base(artifact: Artifact, base: Base, where: str | None = None) -> None
     for name, spec in manifest.tensors.items():
         _check_against(name, spec, base, where)
     _check_head(manifest, base, where)
+
+
+def max_positions(manifest: Manifest, base: Base, where: str) -> int | None:
+    """Return the tokens of the variant's longest context; None where it is the base's.
+
+    Raises:
+        ArtifactError: It is no number of tokens.
+    """
+    own = manifest.config.get(POSITIONS)
+    if own is None or own == base.config.get(POSITIONS):
+        return None
+    if isinstance(own, bool) or not isinstance(own, int) or not 0 < own < LARGEST_CONTEXT:
+        raise ArtifactError(f"{where}: its {POSITIONS} {shown(str(own))} is no number of tokens")
+    return own
 
 
 def check_size(artifact: Artifact, slot_bytes: int, where: str | None = None) -> None:

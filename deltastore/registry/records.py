@@ -52,6 +52,7 @@ class ArtifactFacts:
     base_fingerprint: str
     method: str
     fidelity: Mapping[str, Any] = field(default_factory=dict)
+    max_positions: int | None = None  # tokens of its longest context; None where it is the base's
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class VersionRecord:
     agreement: float | None = None
     kl: float | None = None
     stored_as: StoredAs | None = None  # the object's name in a bucket; in a directory its digest names it
+    max_positions: Version | None = None  # tokens of its longest context; None where it is the base's
     format: Literal[3] = 3  # of the record; any other is refused
 
     @property

@@ -413,6 +413,7 @@ class VariantDirectory:
             activate=activate,
             active_before=active_before,
             stored_as=stored_as,
+            max_positions=facts.max_positions,
         )
 
     def add(self, record: VersionRecord, report: bytes) -> bool:

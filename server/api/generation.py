@@ -318,7 +318,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         # Before the variant's files are read and texts are tokenized, which takes a worker's time.
         await events.admission.need(len(call.prompts))
         text = await service.text.of(record, call.tenant.name)
-        max_tokens = service.engine.facts.max_model_len
+        max_tokens = service.engine.facts.max_model_len_of(record)
         prompts, echoes, form = await _tokenized(call, text, max_tokens)
         call = replace(call, requested=in_form(call.requested, form), sampling=await _ruled(call, text))
         making = partial(_requests, call, text, record, prompts, service.engine.facts, events)
@@ -470,16 +470,17 @@ def _requests(
         InvalidRequest: the engine would refuse one.
     """
     context, size = current_request.get(), facts.page_tokens
+    max_tokens = facts.max_model_len_of(record)
     traceparent = None if context is None else context.traceparent
     requests = []
     for ids in prompts:
-        params = _sampling_params(call, text, len(ids), facts.max_model_len)
+        params = _sampling_params(call, text, len(ids), max_tokens)
         hashes = None if size is None else PageHashes.of(ids, size)
         request = Request(
             *(events.new_request_id(), call.tenant.name, call.reference.name, record, ids),
             *(text.num_embeddings, params, traceparent, hashes),
         )
-        request.check(facts.max_model_len)
+        request.check(max_tokens)
         requests.append(request)
     return requests
 

@@ -140,7 +140,7 @@ def _card(service: Service, model_id: str, record: VersionRecord | None) -> dict
         "owned_by": OWNER_OF_BASE if record is None else record.tenant,
         "root": service.engine.facts.base.id,
         "parent": None if record is None else BASE,
-        "max_model_len": service.engine.facts.max_model_len,
+        "max_model_len": service.engine.facts.max_model_len_of(record),
     }
 
 
@@ -152,8 +152,7 @@ B = TypeVar("B", TokenizeBody, DetokenizeBody)
 @tokens_router.post("/tokenize")
 async def tokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:
     """Answer with the token ids of a prompt or a conversation, as a request for tokens would have them."""
-    async with _read(request, service, tenant, TokenizeBody) as (body, text, headers):
-        max_tokens = service.engine.facts.max_model_len
+    async with _read(request, service, tenant, TokenizeBody) as (body, text, headers, max_tokens):
         if body.prompt is not None:
             ids = await text.encode(body.prompt, max_tokens, body.add_special_tokens is not False)
         else:
@@ -171,8 +170,7 @@ async def tokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> 
 @tokens_router.post("/detokenize")
 async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -> Response:
     """Answer with the text of token ids, special tokens included."""
-    async with _read(request, service, tenant, DetokenizeBody) as (body, text, headers):
-        max_tokens = service.engine.facts.max_model_len
+    async with _read(request, service, tenant, DetokenizeBody) as (body, text, headers, max_tokens):
         ids = body.token_ids()
         if len(ids) > max_tokens:
             raise too_many_tokens(len(ids), max_tokens, "tokens")
@@ -184,8 +182,8 @@ async def detokenize(request: Request, service: ServiceDep, tenant: TenantDep) -
 @asynccontextmanager
 async def _read(
     request: Request, service: Service, tenant: Tenant, kind: type[B]
-) -> AsyncIterator[tuple[B, VariantText, dict[str, str]]]:
-    """Yield the body, the text of the model that it names, by default the base, and the headers of its version.
+) -> AsyncIterator[tuple[B, VariantText, dict[str, str], int]]:
+    """Yield the body, the text of the model that it names, by default the base, its headers and its longest context.
 
     The call counts as one request of the tenant, before its body is read.
     """
@@ -197,6 +195,7 @@ async def _read(
             reference = Reference.parse(body.model)
             record = await resolved(service, tenant, reference)
             headers = version_headers(reference.name or BASE, record)
-            yield body, await service.text.of(record, tenant.name), headers
+            max_tokens = service.engine.facts.max_model_len_of(record)
+            yield body, await service.text.of(record, tenant.name), headers, max_tokens
     finally:
         admission.release()

@@ -304,8 +304,16 @@ async def _written(
 async def check(service: Service, destination: Destination, sealed: SealedUpload) -> ArtifactFacts:
     """Check that this server can serve an upload; raises as `ArtifactChecks.check` does."""
     engine = service.engine.facts
+    # vLLM's tables are made for the longest sequence when it starts.
+    longest = engine.longest if service.settings.backend == "vllm" else None
     return await service.artifact_checks.check(
-        destination.tenant.name, sealed.path, sealed.size_bytes, engine.base, engine.slot_bytes, engine.unread
+        destination.tenant.name,
+        sealed.path,
+        sealed.size_bytes,
+        engine.base,
+        engine.slot_bytes,
+        engine.unread,
+        longest,
     )
 
 

@@ -244,11 +244,12 @@ def build_engine(
     scheduler = Scheduler(
         kv_cache, residency, settings.max_num_seqs, max_batch_tokens(settings, device), constants
     )
-    limits = request_limits(settings, _max_model_len(settings, model, kv_cache))
+    longest = min(_longest_context(settings, model) or kv_cache.max_tokens, kv_cache.max_tokens)
+    limits = request_limits(settings, _max_model_len(settings, model, kv_cache), longest)
     core = EngineCore(ModelRunner(model), scheduler, residency, Telemetry(metrics), limits)
     unread = model.context.tables.unread(model.base)
     facts = EngineFacts(
-        model.base, limits.max_model_len, slot_bytes, len(slots), kv_cache.page_tokens, unread
+        model.base, limits.max_model_len, slot_bytes, len(slots), kv_cache.page_tokens, unread, longest
     )
     return Engine(core, residency, socket, facts, metrics)
 
@@ -291,7 +292,8 @@ def _allocate(
     cache_bytes = host_cache_bytes(settings)
     free = free_memory(model.device, cache_bytes)
     # Pages that all running sequences can use, and the padding page.
-    max_tokens = settings.max_num_seqs * _max_positions(settings, model)
+    longest = _longest_context(settings, model) if settings.max_model_len else model.max_positions
+    max_tokens = settings.max_num_seqs * (longest or model.max_positions)
     max_pages = -(-max_tokens // attention.page_tokens) + 1
     page_bytes = attention.page_tokens * attention.bytes_per_token
     memory = plan_memory(settings, free, slot_bytes, page_bytes, max_pages)
@@ -306,6 +308,12 @@ def _allocate(
 
 def _max_positions(settings: Settings, model: ServedModel) -> int:
     return min(settings.max_model_len or model.max_positions, model.max_positions)
+
+
+def _longest_context(settings: Settings, model: ServedModel) -> int | None:
+    """Return the tokens of the longest context of a variant; None where only the KV cache bounds it."""
+    bounds = [bound for bound in (settings.max_model_len, model.position_limit) if bound is not None]
+    return min(bounds, default=None)
 
 
 def _max_model_len(settings: Settings, model: ServedModel, kv_cache: KVCacheManager) -> int:
@@ -353,10 +361,15 @@ def max_batch_tokens(settings: Settings, device: torch.device) -> int:
     return settings.max_batch_tokens or max(BATCH_TOKENS[device.type], 2 * settings.max_num_seqs)
 
 
-def request_limits(settings: Settings, max_model_len: int) -> RequestLimits:
-    """Return the bounds on requests; without keys there is one tenant, which may have all places."""
+def request_limits(settings: Settings, max_model_len: int, longest: int) -> RequestLimits:
+    """Return the bounds on requests; without keys there is one tenant, which may have all places.
+
+    Args:
+        max_model_len: tokens of prompt and output together, for the base.
+        longest: the same of a variant with a longer context.
+    """
     max_open, has_shares = settings.max_num_seqs + settings.max_queue, settings.auth == "keys"
-    return RequestLimits(max_open, has_shares, max_model_len, settings.load_timeout, MASK_S)
+    return RequestLimits(max_open, has_shares, max_model_len, settings.load_timeout, MASK_S, longest)
 
 
 def device_of(name: str) -> torch.device:

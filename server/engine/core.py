@@ -46,7 +46,7 @@ from server.protocol.messages import (
     Mask,
     Progress,
 )
-from server.protocol.request import Request
+from server.protocol.request import Request, max_model_len_of
 from server.protocol.step_page import Step, StepPage, StepRequest, Suspect
 
 log = logging.getLogger(__name__)
@@ -466,7 +466,8 @@ class EngineCore:
 
     def _check(self, request: Request, first_mask: bytes | None) -> None:
         """Raise InvalidRequest or EngineFailed unless a request can be served."""
-        request.check(self.limits.max_model_len)
+        limits = self.limits
+        request.check(max_model_len_of(request.record, limits.max_model_len, limits.longest))
         if request.id in self._requests:
             raise InvalidRequest(f"request id {request.id!r} is in use: choose another")
         check_first_mask(request, first_mask)
@@ -681,9 +682,10 @@ class RequestLimits:
 
     max_open: int  # requests that run or wait
     has_shares: bool  # a tenant may have as many of them open as it leaves free
-    max_model_len: int  # tokens of prompt and output together
+    max_model_len: int  # tokens of prompt and output together, for the base
     load_timeout_s: float
     mask_timeout_s: float  # for which a constrained sequence waits for its mask
+    longest: int | None = None  # as `max_model_len`, of a variant with a longer context; None: as of the base
 
 
 def too_long(max_tokens: int) -> ContextTooLong:

@@ -414,7 +414,7 @@ def build_vllm_engine(
     free = free_memory(device, cache_bytes, base_bytes, num_ranks)
     memory = _memory_of(settings, free, dtype, slot_bytes)
     pages, rows = VllmPages(), dict[str, OwnRow]()
-    llm = _llm_of(settings, device, dtype, memory, pages, rows)
+    llm = _llm_of(settings, device, dtype, memory, checkpoint.tied, pages, rows)
     num_slots = memory.num_slots
     residency_metrics = ResidencyMetrics(metrics)
     if num_ranks > 1:
@@ -431,9 +431,9 @@ def build_vllm_engine(
         tables, slots, rank_bytes = manager.tables, manager.slots, slot_bytes
     fetcher = Fetcher(Loader(load_device, settings.load_threads), host_cache, registry, tables)
     residency = Residency(slots, fetcher, residency_metrics, on_load_ended=socket.wake)
-    max_model_len = int(llm.model_config.max_model_len)
-    limits = request_limits(settings, max_model_len)
-    pages.longest = max_model_len
+    longest = int(llm.model_config.max_model_len)
+    limits = request_limits(settings, min(longest, memory.max_positions), longest)
+    pages.longest = longest
     scheduler = Admission(pages, residency, settings.max_num_seqs, max_batch_tokens(settings, device))
     core = VllmCore(llm, manager, scheduler, residency, Telemetry(metrics), limits, pages, rows)
     metrics.host_cache_limit_bytes.set(cache_bytes)
@@ -441,16 +441,21 @@ def build_vllm_engine(
     used = {"slots": num_slots * rank_bytes, "kv": memory.kv_cache_bytes, "base": base_bytes}
     for kind, num_bytes in used.items():
         metrics.device_memory_bytes.labels(kind=kind).set(num_bytes)
-    return Engine(core, residency, socket, EngineFacts(base, max_model_len, slot_bytes, num_slots), metrics)
+    facts = EngineFacts(base, limits.max_model_len, slot_bytes, num_slots, longest=longest)
+    return Engine(core, residency, socket, facts, metrics)
 
 
 @dataclass(frozen=True, slots=True)
 class VllmMemory:
-    """How the memory of all ranks is divided: slots, the KV cache, and the longest request that it holds."""
+    """How the memory of all ranks is divided: slots, the KV cache, and the longest request that it holds.
+
+    `max_positions` are the tokens of the base's own longest context.
+    """
 
     num_slots: int
     kv_cache_bytes: int
     max_model_len: int
+    max_positions: int
 
 
 def _memory_of(settings: Settings, free: FreeMemory, dtype: torch.dtype, slot_bytes: int) -> VllmMemory:
@@ -458,7 +463,7 @@ def _memory_of(settings: Settings, free: FreeMemory, dtype: torch.dtype, slot_by
     # Deferred, as all of transformers is until the base is known to fit.
     from transformers import AutoConfig
 
-    from server.model.loader import max_positions
+    from server.model.loader import has_any_length, max_positions
 
     config = AutoConfig.from_pretrained(settings.base).get_text_config()
     num_heads = int(config.num_attention_heads)
@@ -468,13 +473,15 @@ def _memory_of(settings: Settings, free: FreeMemory, dtype: torch.dtype, slot_by
         int(getattr(config, "num_key_value_heads", None) or num_heads), settings.tensor_parallel_size
     )
     page_bytes = PAGE_TOKENS * 2 * int(config.num_hidden_layers) * num_kv_heads * head_dim * dtype.itemsize
-    longest = max_positions(config)
-    longest = min(settings.max_model_len or longest, longest)
+    own = max_positions(config)
+    longest = settings.max_model_len or own
+    if longest > own and not has_any_length(config):
+        longest = own
     max_pages = -(-settings.max_num_seqs * longest // PAGE_TOKENS) + 1
     plan = plan_memory(settings, free, slot_bytes, page_bytes, max_pages)
     # One page less: vLLM keeps one for padding, too.
     max_model_len = min(longest, (plan.num_pages - 1) * PAGE_TOKENS)
-    return VllmMemory(plan.num_slots, plan.num_pages * page_bytes, max_model_len)
+    return VllmMemory(plan.num_slots, plan.num_pages * page_bytes, max_model_len, own)
 
 
 def _llm_of(
@@ -482,6 +489,7 @@ def _llm_of(
     device: torch.device,
     dtype: torch.dtype,
     memory: VllmMemory,
+    tied: bool,
     pages: VllmPages,
     rows: Mapping[str, OwnRow],
 ) -> Any:
@@ -523,7 +531,7 @@ def _llm_of(
         additional_config={
             "peraxis": {"slot_headroom": settings.slot_headroom, "num_slots": memory.num_slots}
         },
-        **_room_for_tokens(settings),
+        **_changes(settings, memory, tied),
     )
     try:
         return LLMEngine.from_engine_args(arguments, stat_loggers=[stat_logger(pages)])
@@ -535,19 +543,31 @@ def _llm_of(
         ) from error
 
 
-def _room_for_tokens(settings: Settings) -> dict[str, Any]:
-    """Return the arguments with which vLLM has rows for the tokens that variants add."""
-    if not settings.max_added_tokens:
-        return {}
+def _changes(settings: Settings, memory: VllmMemory, tied: bool) -> dict[str, Any]:
+    """Return the arguments with which vLLM has rows for tokens that variants add, and positions for their contexts.
+
+    Args:
+        tied: as transformers loads the base, whatever its configuration says.
+    """
     from peraxis_vllm import LOAD_FORMAT
     from transformers import AutoConfig
 
+    changed: dict[str, int] = {}
+    arguments: dict[str, Any] = {}
     config = AutoConfig.from_pretrained(settings.base)
     text = config.get_text_config()
-    padded = {"vocab_size": int(text.vocab_size) + settings.max_added_tokens}
+    if settings.max_added_tokens:
+        changed["vocab_size"] = int(text.vocab_size) + settings.max_added_tokens
+        arguments["load_format"] = LOAD_FORMAT
+    if bool(getattr(text, "tie_word_embeddings", tied)) != tied:
+        changed["tie_word_embeddings"] = tied
+    if memory.max_model_len > memory.max_positions:
+        changed["max_position_embeddings"] = memory.max_model_len
+    if not changed:
+        return arguments
     # A configuration of a model for more than text keeps that of its text in a field.
     names = [name for name in config.sub_configs if getattr(config, name, None) is text]
-    return {"load_format": LOAD_FORMAT, "hf_overrides": {names[0]: padded} if names else padded}
+    return {**arguments, "hf_overrides": {names[0]: changed} if names else changed}
 
 
 def _manager_of(worker: Any) -> Any:

@@ -12,6 +12,7 @@ import logging
 import platform
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -99,6 +100,7 @@ class ServedModel:
     attention: PagedAttention
     device: torch.device
     max_positions: int  # tokens of the longest context
+    position_limit: int | None  # tokens of the longest context of any variant; None: any number
     weight_bytes: int
     context_tokens: float  # to which attention takes as many multiplications as all else of a token
 
@@ -148,6 +150,7 @@ def load_model(
         attention,
         device,
         max_positions(model.config.get_text_config()),
+        position_limit(model),
         weight_bytes,
         num_multiplied / attention.macs_per_context_token,
     )
@@ -181,9 +184,24 @@ def max_positions(config: Any) -> int:
     where the factors would change.
     """
     longest = int(getattr(config, "max_position_embeddings", 0) or 2048)
+    lengths = [one.get("original_max_position_embeddings") or longest for one in _ropes(config, "longrope")]
+    return min(longest, *map(int, lengths)) if lengths else longest
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """Return the tokens of the longest context that a variant may have; None where rotations are computed for any."""
+    config = model.config.get_text_config()
+    is_rotary = any(hasattr(module, "inv_freq") for module in model.modules())
+    return None if is_rotary and has_any_length(config) else max_positions(config)
+
+
+def has_any_length(config: Any) -> bool:
+    """True if a model rotates positions, and in a way that does not depend on the length of a context."""
+    return bool(getattr(config, "rope_parameters", None)) and not _ropes(config, "longrope", "dynamic")
+
+
+def _ropes(config: Any, *kinds: str) -> list[Mapping[str, Any]]:
+    """Return the rope parameters of these kinds; some models have several, by type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
-    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if one.get("rope_type") == "longrope":
-            first = one.get("original_max_position_embeddings") or longest
-            longest = min(longest, int(first))
-    return longest
+    ropes = (rope, *(part for part in rope.values() if isinstance(part, dict)))
+    return [one for one in ropes if one.get("rope_type") in kinds]

@@ -20,7 +20,7 @@ from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, InvalidRequest, RateLimited
 from server.metrics.instruments import Snapshot
-from server.protocol.request import Request, TokenIds, token_ids_of
+from server.protocol.request import Request, TokenIds, max_model_len_of, token_ids_of
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -222,13 +222,18 @@ class EngineFacts(Struct, frozen=True):
     """Facts that requests and uploads need, and that do not change while the engine runs."""
 
     base: Base
-    max_model_len: int  # most tokens of prompt and output together
+    max_model_len: int  # most tokens of prompt and output together, for the base
     slot_bytes: int  # no delta may be larger
     num_slots: int
     # Of the prefix cache, for the hashes that come with requests; None if the engine takes none.
     page_tokens: int | None = None
     # The base's tensors that no layer would read from a delta, which may not change them.
     unread: tuple[str, ...] = ()
+    longest: int | None = None  # most tokens of a variant with a longer context; None: as of the base
+
+    def max_model_len_of(self, record: VersionRecord | None) -> int:
+        """Return the most tokens of prompt and output together for a version; None is the base."""
+        return max_model_len_of(record, self.max_model_len, self.longest)
 
 
 class Welcome(Struct, frozen=True, tag=True):

@@ -224,6 +224,18 @@ class Request:
             )
 
 
+def max_model_len_of(record: VersionRecord | None, max_model_len: int, longest: int | None) -> int:
+    """Return the most tokens of prompt and output together for a version.
+
+    Args:
+        record: the version; None is the base.
+        max_model_len: that of the base, and of variants with its context.
+        longest: the most that the engine holds; None: as of the base.
+    """
+    own = None if record is None else record.max_positions
+    return max_model_len if own is None else min(own, longest or max_model_len)
+
+
 def check_token_ids(ids: TokenIds, num_embeddings: int, param: str) -> None:
     """Raise InvalidRequest, with the request's field, unless all token ids are below `num_embeddings`."""
     # The supervisor imports this module and has no other use for numpy.

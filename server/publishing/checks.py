@@ -76,6 +76,7 @@ class ArtifactChecks:
         base: Base,
         slot_bytes: int,
         unread: tuple[str, ...] = (),
+        longest_context: int | None = None,
     ) -> ArtifactFacts:
         """Check that a server with this base can serve an artifact. Cancelling the call ends the check.
 
@@ -86,6 +87,8 @@ class ArtifactChecks:
             base: the base of the server.
             slot_bytes: size of a slot on the device.
             unread: the base's tensors that no layer would read from a delta.
+            longest_context: tokens for which the engine was started, and a longer variant is refused; None: it takes
+                any, as far as its KV cache holds them.
 
         Raises:
             ArtifactError: the artifact is malformed or changes what no layer reads, or its check did not end as it
@@ -98,7 +101,9 @@ class ArtifactChecks:
         if self._preparing is not None:
             await asyncio.wait({self._preparing})
         limits = Limits(MEMORY_BYTES, cpu_s=CHECK_S + num_bytes / READ_BYTES_PER_S)
-        facts = await self._run(tenant, limits.cpu_s, limits, check_tensors, path, base, slot_bytes, unread)
+        facts = await self._run(
+            tenant, limits.cpu_s, limits, check_tensors, path, base, slot_bytes, unread, longest_context
+        )
         # Within the limits of the loads that requests need.
         await self._run(tenant, LOAD_S, LOAD_LIMITS, check_files, path, self._base_dir, base)
         return facts
@@ -131,7 +136,13 @@ class ArtifactChecks:
             raise ArtifactError(f"{WHERE} cannot be read: its check failed") from error
 
 
-def check_tensors(path: Path, base: Base, slot_bytes: int, unread: tuple[str, ...] = ()) -> ArtifactFacts:
+def check_tensors(
+    path: Path,
+    base: Base,
+    slot_bytes: int,
+    unread: tuple[str, ...] = (),
+    longest_context: int | None = None,
+) -> ArtifactFacts:
     """Check all but an artifact's files, in a worker. Cheap checks run first: they bound what the others read.
 
     Raises:
@@ -139,7 +150,7 @@ def check_tensors(path: Path, base: Base, slot_bytes: int, unread: tuple[str, ..
     """
     # Deferred: they import torch.
     from deltastore.format.artifact import Artifact
-    from deltastore.format.validate import check_artifact, check_base, check_size
+    from deltastore.format.validate import check_artifact, check_base, check_size, max_positions
 
     with Artifact.open(path, WHERE) as artifact:
         check_size(artifact, slot_bytes, WHERE)
@@ -148,6 +159,12 @@ def check_tensors(path: Path, base: Base, slot_bytes: int, unread: tuple[str, ..
             raise unread_tensor(changed).about(WHERE)
         check_artifact(artifact, WHERE)
         manifest = artifact.manifest
+        positions = max_positions(manifest, base, WHERE)
+        if longest_context is not None and positions is not None and positions > longest_context:
+            raise ArtifactTooLarge(
+                f"{WHERE}: its context has {positions} tokens, and this server was started for {longest_context}: "
+                f"start it with --max-model-len {positions}, or compress a fine-tune with a shorter context"
+            )
         if artifact.header.data_bytes - manifest.device_bytes > MAX_FILES_BYTES:
             raise ArtifactTooLarge(
                 f"{WHERE} carries files of more than {MAX_FILES_BYTES} bytes: leave some out"
@@ -158,6 +175,7 @@ def check_tensors(path: Path, base: Base, slot_bytes: int, unread: tuple[str, ..
             base_fingerprint=manifest.base_fingerprint,
             method=manifest.method,
             fidelity=manifest.fidelity,
+            max_positions=positions,
         )
 
 

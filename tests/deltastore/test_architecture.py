@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
@@ -50,13 +50,11 @@ def config_of(family: str, **values: Any) -> dict[str, Any]:
     return dict(json.loads(json.dumps(given, default=str)))
 
 
-def model_of(config: Mapping[str, Any]) -> nn.Module:
+def model_of(config: Mapping[str, Any]) -> Any:
     torch.manual_seed(0)
     parsed = AutoConfig.for_model(**copy.deepcopy(dict(config)))
     # Other functions leave soft caps out.
-    model: nn.Module = AutoModelForCausalLM.from_config(
-        parsed, dtype=torch.float32, attn_implementation="eager"
-    )
+    model: Any = AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
 
 
@@ -124,6 +122,8 @@ LENGTHS = (256, 512)
         {"cache_implementation": "static"},
         {"gradient_checkpointing": True},
         {"use_flash_attn": True},
+        {"attn_implementation": "flash_attention_2"},
+        {"_attn_implementation": "flash_attention_2"},
         {"auto_map": {"AutoModelForCausalLM": "own.Model"}},
         {"attention_dropout": 0.1},
         {"initializer_range": 0.5},
@@ -209,7 +209,7 @@ def test_a_field_that_nothing_reads_is_named_apart() -> None:
 def test_another_length_is_a_difference_only_where_rotations_depend_on_it(
     rope: dict[str, Any], is_refused: bool
 ) -> None:
-    """A length that makes no difference leaves the logits the same to the last bit."""
+    """The logits of lengths that do not differ are the same to the last bit."""
     configs = [
         config_of("llama", rope_parameters={**rope, "rope_theta": 1e4}, max_position_embeddings=length)
         for length in LENGTHS

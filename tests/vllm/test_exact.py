@@ -16,6 +16,7 @@ from compressor.config import Calibration, FitSettings
 from deltastore.registry.records import VersionRecord
 from server.errors import InvalidRequest
 from server.protocol.messages import DoneEvent, ErrorEvent, PromptEvent
+from tests.compressor.helpers.compressing import rewrite_config
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.engine.helpers.masks import start_constrained
 from tests.server.engine.test_metrics import log_probabilities
@@ -225,3 +226,37 @@ def drawn(draw: random.Random, model: Any, num_tokens: int) -> list[int]:
         draw.randrange(size - 4, size) if draw.random() < 0.1 else draw.randrange(1, 250)
         for _ in range(num_tokens)
     ]
+
+
+def test_a_longer_variant_and_ends_that_the_configuration_denies_are_served(tmp_path: Path) -> None:
+    """The engine is started for the longer context, and the base keeps its own."""
+    own, longer = 64, 160
+    pair = make_pair("llama", tmp_path, seed=3, **{**SIZES, "max_position_embeddings": own})
+    rewrite_config(pair.base, tie_word_embeddings=True)
+    rewrite_config(pair.finetunes[0], max_position_embeddings=longer)
+    delta = make_delta(pair.base, pair.finetunes[0], tmp_path / "delta.safetensors")
+    models = [
+        AutoModelForCausalLM.from_pretrained(pair.base, dtype=torch.float32),
+        merged(pair.base, delta, tmp_path / "merged"),
+    ]
+    with serving(
+        pair.base,
+        tmp_path / "registry",
+        "process",
+        backend="vllm",
+        engine_python=PYTHON,
+        max_gpu_deltas=2,
+        max_batch_tokens=128,
+        max_model_len=longer,
+        kv_cache_gb=0.1,
+    ) as running:
+        record, facts = running.publish(delta, "longer"), running.engine.facts
+        assert (facts.max_model_len_of(None), facts.max_model_len_of(record)) == (own, longer)
+        for variant, model, length in ((None, models[0], own), (record, models[1], longer)):
+            prompt = [7 * number % 250 for number in range(length - 20)]
+            tokens, margins = generate(model, prompt, 20)
+            answer = running.ask(variant, prompt, max_new_tokens=20)
+            assert isinstance(answer.end, DoneEvent), answer.end
+            assert same_up_to_a_tie(answer.token_ids, tokens, margins)
+            refusal = running.ask(variant, prompt, max_new_tokens=21).end
+            assert isinstance(refusal, ErrorEvent)

@@ -131,7 +131,7 @@ def test_public_names_of_others_keep_no_variant_of_its_own_from_a_tenants_models
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models, "MAX_PAGE_ENTRIES", 3)
-    facts = SimpleNamespace(base=SimpleNamespace(id="tiny"), max_model_len=8)
+    facts = SimpleNamespace(base=SimpleNamespace(id="tiny"), max_model_len_of=lambda record: 8)
     monkeypatch.setattr(EngineClient, "facts", facts)
     looked_up: list[str] = []
     active_records = Registry.active_records
@@ -173,7 +173,7 @@ def test_public_names_of_others_keep_no_variant_of_its_own_from_a_tenants_models
 def test_a_list_of_models_goes_on_where_it_was_whatever_became_of_the_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = SimpleNamespace(base=SimpleNamespace(id="tiny"), max_model_len=8)
+    facts = SimpleNamespace(base=SimpleNamespace(id="tiny"), max_model_len_of=lambda record: 8)
     monkeypatch.setattr(EngineClient, "facts", facts)
 
     async def page(client: httpx.AsyncClient, **params: Any) -> tuple[list[str], str]:

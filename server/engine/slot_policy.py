@@ -81,6 +81,8 @@ class SchedulerConstants:
 # Share of `cold_wait_s` after which resident variants are closed. Closing earlier reloads busy variants again and again
 # for waits that would have ended without it.
 CLOSE_AFTER = 0.5
+# Tenants that take a slot, or try to, in one step.
+MAX_TAKING = 8
 
 
 class SlotPolicy:
@@ -106,7 +108,7 @@ class SlotPolicy:
         self._variants: dict[str, ScheduledVariant] = {}
         self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
         self._waiting_by_tenant = SlotQueue(residency.may_load)
-        self._overdue_by_tenant = SlotQueue(self._may_take)
+        self._overdue_by_tenant = SlotQueue(residency.may_load)
         # Variants to open at the end of the next update if they still wait and are resident then.
         self._maybe_resident: list[ScheduledVariant] = []
 
@@ -174,12 +176,15 @@ class SlotPolicy:
         self._reopen()
         while (loads := self._waiting_by_tenant.first()) is not None and self._load(loads, now):
             loads.counter += 1
-        while (loads := self._overdue_by_tenant.first()) is not None and self._free_slot(
-            loads.tenant, now, preempt
-        ):
-            if not self._load(loads, now):
+        for _ in range(MAX_TAKING):
+            if (taking := self._overdue_by_tenant.first()) is None:
+                # Those that could take no slot are asked again in the next step.
+                self._overdue_by_tenant.look_again()
                 break
-            loads.counter += 1
+            if not self._free_slot(taking.tenant, now, preempt):
+                self._overdue_by_tenant.set_aside(taking)
+            elif self._load(taking, now):
+                taking.counter += 1
         self._open_resident(now)
         self._close_for_waiting(now)
 
@@ -202,7 +207,6 @@ class SlotPolicy:
             part = refill / len(self._own_budgets)
             left = {tenant: budget + part for tenant, budget in self._own_budgets.items()}
             self._own_budgets = {tenant: budget for tenant, budget in left.items() if budget < 0}
-            self._overdue_by_tenant.look_again()
 
     def _mark_overdue(self, now: float) -> None:
         waiting = self._in_state[SlotState.WAITING]
@@ -277,14 +281,6 @@ class SlotPolicy:
             self._move(variant, SlotState.OPEN)
             for queue in variant.queues:
                 self._queue.open(queue)
-
-    def _may_take(self, tenant: str) -> bool:
-        """Return whether a tenant may take a slot from some variant, sooner or later."""
-        held = chain(self._in_state[SlotState.CLOSED].values(), self._in_state[SlotState.OPEN].values())
-        return self._residency.may_load(tenant) and any(
-            _gives(variant, tenant, self._num_held) and not self._is_overdrawn(variant, tenant)
-            for variant in held
-        )
 
     def _is_overdrawn(self, victim: ScheduledVariant, tenant: str) -> bool:
         """Return whether a tenant that takes its own variant's slot has recomputed too much for such turns."""
@@ -382,7 +378,6 @@ class SlotPolicy:
             self._num_held[tenant] += change
             if not self._num_held[tenant]:
                 del self._num_held[tenant]
-        self._overdue_by_tenant.look_again()
 
     def _await_slot(self, queue: VariantQueue, variant: ScheduledVariant) -> None:
         self._waiting_by_tenant.add(queue.tenant.name, variant)
@@ -497,7 +492,7 @@ class SlotQueue:
     def __init__(self, may_load: Callable[[str], bool]) -> None:
         self._tenants: LeastServed[str, TenantLoads] = LeastServed(TenantLoads)
         self._may_load = may_load
-        self._full: list[TenantLoads] = []
+        self._aside: list[TenantLoads] = []
 
     def add(self, tenant: str, variant: ScheduledVariant) -> None:
         loads = self._tenants.get(tenant)
@@ -511,16 +506,22 @@ class SlotQueue:
     def first(self) -> TenantLoads | None:
         """Return the tenant that had the fewest loads and may begin one; at least one variant of it waits."""
         while (loads := self._tenants.first()) is not None and not self._may_load(loads.tenant):
-            loads.may_load = False
-            self._full.append(loads)
+            self.set_aside(loads)
         return loads
 
+    def set_aside(self, loads: TenantLoads) -> None:
+        """Leave a tenant out until `look_again`."""
+        loads.may_load = False
+        self._aside.append(loads)
+
     def look_again(self) -> None:
-        """Ask again about the tenants that could begin no load."""
-        full, self._full = self._full, []
-        for loads in full:
+        """Take in the tenants that were set aside."""
+        aside, self._aside = self._aside, []
+        for loads in aside:
             loads.may_load = True
-            self._tenants.activate(loads)
+            # With their own counters, because they have waited.
+            if loads.is_ready:
+                self._tenants.enter(loads)
 
 
 @dataclass(slots=True, eq=False)
@@ -529,7 +530,7 @@ class TenantLoads:
 
     tenant: str
     counter: float = 0.0  # loads so far
-    may_load: bool = True  # False while as many of its loads are under way as it may have
+    may_load: bool = True  # False while it is set aside
     variants: dict[str, ScheduledVariant] = field(default_factory=dict)  # by version
 
     @property

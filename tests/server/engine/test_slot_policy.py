@@ -116,6 +116,17 @@ def test_a_tenant_without_a_slot_takes_one_of_a_tenant_that_has_many() -> None:
     assert max(sequence.first_token_s for sequence in late) < LIMITS.constants.cold_wait_s + 1.0
 
 
+def test_a_tenant_that_may_take_no_slot_delays_no_other() -> None:
+    sim = Simulation(LIMITS, residency=SimResidency(4, 0.1))
+    sim.residency.pinned = {"p", "q"}
+    pinned = [SimSequence(each, "pinning", each, 32, 2000, 0.0) for each in ("p", "q")]
+    waiting = SimSequence("r", "pinning", "r", 32, 20, 3.0)
+    flood = [SimSequence(f"f{i}", "flood", f"f{i}", 32, 400, 0.1) for i in range(300)]
+    late = [SimSequence(f"s{i}", "light", f"v{i}", 32, 20, 6.0 + 10.0 * i) for i in range(4)]
+    simulate(sim, [*pinned, waiting, *flood, *late], until_s=50.0)
+    assert max(sequence.first_token_s for sequence in late) < LIMITS.constants.cold_wait_s + 1.0
+
+
 def test_one_tenants_loads_into_free_slots_do_not_delay_another_tenants() -> None:
     sim = Simulation(residency=SimResidency(64, 1.0, num_loads=2))
     many = [SimSequence(f"m{i}", "many", f"m{i}", 8, 4, 0.0) for i in range(40)]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deltastore.architecture import parse_config
 from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import ArtifactError, CheckpointError, failures_as
 from deltastore.format.header import parse_json
@@ -134,12 +135,11 @@ def converters_of(model: Any) -> list[WeightConverter]:
 def unread_names(config: Mapping[str, Any], names: Collection[str]) -> frozenset[str]:
     """Return the names that the model of a configuration does not read; none if transformers builds no such model."""
     # Deferred, because it takes seconds and most pairs need none of it.
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
         with failures_as(CheckpointError), torch.device("meta"):
-            made = AutoConfig.for_model(**config)
-            model = AutoModelForCausalLM.from_config(made, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(parse_config(config), trust_remote_code=False)
             return frozenset(names) - {name for name, _, _ in stored_targets(model, names)}
     except CheckpointError:
         return frozenset()

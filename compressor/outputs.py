@@ -5,7 +5,6 @@ A server checks an upload by `deltastore.format.validate`, and its files in a wo
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import subprocess
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from compressor.decoder.weights import DeltaModel
+from deltastore.architecture import parse_config
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
-from deltastore.errors import CheckpointError, StorageFull, UsageError, failures_as
+from deltastore.errors import CheckpointError, StorageFull, UsageError
 from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
 
@@ -162,13 +162,8 @@ def check_config(config: Mapping[str, Any], base: Mapping[str, Any], where: str)
 
 def _refusal(config: Mapping[str, Any]) -> str | None:
     """Return the reason why transformers cannot load a configuration; None if it can."""
-    # Deferred, because it takes seconds.
-    from transformers import AutoConfig
-
     try:
-        with failures_as(CheckpointError):
-            # Copied, because transformers keeps and changes parts of it.
-            AutoConfig.for_model(**copy.deepcopy(dict(config)))
+        parse_config(config)
     except CheckpointError as error:
         return str(error)
     return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
-import io
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import zlib
 from collections.abc import Generator, Iterator, Mapping
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from compressor.fit.records import FORM_KEYS, parsed
 from deltastore.errors import UsageError
@@ -148,7 +147,7 @@ def _records_of(path: Path, max_chars: int) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as raw:
         stream: BinaryIO = raw
         if raw.read(len(GZIP)) == GZIP:
-            stream = gzip.GzipFile(fileobj=raw)  # type: ignore[assignment]
+            stream = cast(BinaryIO, gzip.GzipFile(fileobj=raw))
         raw.seek(0)
         first = _read(stream, FIRST_BYTES)
         if way_out := next((way for magic, way in REFUSED.items() if first.startswith(magic)), None):
@@ -224,10 +223,10 @@ def _chunks(stream: BinaryIO) -> Iterator[str]:
 
 def _lines(stream: BinaryIO) -> Iterator[tuple[int, str]]:
     """Yield the lines of a file with their numbers."""
-    offset, buffered = 0, io.BufferedReader(stream, READ_BYTES)  # type: ignore[type-var]
+    offset = 0
     for number in count(1):
         try:
-            line = _checked(buffered.readline(MAX_RECORD_BYTES + 1))
+            line = _checked(stream.readline(MAX_RECORD_BYTES + 1))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise _Unreadable(
                 f"it is damaged or cut off ({error}): fetch it again", f"line {number}"

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltastore.errors import CheckpointError
-from deltastore.format.artifact import Artifact
-from tests.compressor.helpers.compressing import compressed, rewrite_config
+from tests.compressor.helpers.compressing import carried, rewrite_config
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
 
 GENERATION = "generation_config.json"
@@ -18,12 +17,6 @@ GENERATION = "generation_config.json"
 @pytest.fixture
 def models(tmp_path: Path) -> TinyModels:
     return make_pair("llama", tmp_path)
-
-
-def carried(models: TinyModels, out: Path) -> dict[str, bytes]:
-    files = compressed(models, out).manifest.files
-    with Artifact.open(out) as artifact:
-        return {name: artifact.file(name) for name in files}
 
 
 def test_files_equal_to_the_bases_are_not_carried(models: TinyModels, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from compressor.outputs import ReaderDied
 from compressor.pipeline import compress
 from deltastore.errors import CheckpointError, PeraxisError, UsageError
 from deltastore.format.artifact import Artifact, ArtifactWriter
-from tests.compressor.helpers.compressing import compressed, rewrite_config
+from tests.compressor.helpers.compressing import carried, compressed, rewrite_config
 from tests.compressor.helpers.diff_files import bitdelta, make_packable
 from tests.helpers.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, Change, TinyModels, make_pair, make_tokenizer
 
@@ -29,12 +29,6 @@ FIT = FitSettings(Calibration("self", 16, 16), distill_epochs=0)
 @pytest.fixture
 def models(tmp_path: Path) -> TinyModels:
     return make_pair("llama", tmp_path)
-
-
-def carried(models: TinyModels, out: Path) -> dict[str, bytes]:
-    files = compressed(models, out).manifest.files
-    with Artifact.open(out) as artifact:
-        return {name: artifact.file(name) for name in files}
 
 
 def without_tokenizer(directory: Path) -> Path:

@@ -33,6 +33,13 @@ def compressed(models: TinyModels, out: Path, **config: Any) -> CompressResult:
     return result
 
 
+def carried(models: TinyModels, out: Path) -> dict[str, bytes]:
+    """Return the files that the artifact of the first fine-tune carries, by name."""
+    files = compressed(models, out).manifest.files
+    with Artifact.open(out) as artifact:
+        return {name: artifact.file(name) for name in files}
+
+
 def variant_tensors(base: Path, delta: Path) -> dict[str, Tensor]:
     """Return base plus delta in float32 by tensor name, without a tied head."""
     checkpoint = Checkpoint.open(base)

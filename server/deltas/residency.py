@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -130,14 +130,15 @@ class Residency:
         """Return whether `load` may begin one more load for a tenant."""
         return self._num_loading[tenant] < MAX_LOADS
 
-    def load(self, version: str, tenant: str) -> bool:
+    def load(self, version: str, tenant: str, kept: Set[str] = frozenset()) -> bool:
         """Start to load a retained record's delta, unless it has a slot.
 
-        Return False if no slot can be freed, or if `MAX_LOADS` loads of the tenant are under way.
+        Return False if no slot can be freed, or if `MAX_LOADS` loads of the tenant are under way. `kept` are versions
+        that are not evicted for this load.
         """
         if version in self._entries:
             return True
-        if not self.may_load(tenant) or (slot := self._take_slot()) is None:
+        if not self.may_load(tenant) or (slot := self._take_slot(kept)) is None:
             return False
         record = self._records[version].record
         entry = self._entries[version] = _SlotEntry(record, tenant, slot, self._fetcher.fetch(record, slot))
@@ -249,9 +250,13 @@ class Residency:
             del self._num_pins[tenant]
         self._pin_changes.append((entry.record, is_pinned))
 
-    def _take_slot(self) -> Slot | None:
+    def _take_slot(self, kept: Set[str]) -> Slot | None:
         if not self._free:
-            idle = (e for e in self._entries.values() if e.delta and not e.num_users and not e.is_pinned)
+            idle = (
+                entry
+                for version, entry in self._entries.items()
+                if entry.delta and not entry.num_users and not entry.is_pinned and version not in kept
+            )
             if (oldest := next(idle, None)) is None:
                 return None
             self._evict_from_slot(oldest, "capacity")

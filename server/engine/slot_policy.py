@@ -1,7 +1,8 @@
 """Chooses which waiting variant is loaded next, and which resident variant gives up its slot for it.
 
-A resident variant without sequences can be evicted whenever a slot is needed, the least recently used first. One that
-has sequences keeps its slot for `min_resident_s`, and then:
+A resident variant without sequences can be evicted whenever a slot is needed, the least recently used first, but for
+`keep_idle_s` after its last sequence not by a tenant that holds as many slots as that sequence's tenant. One that has
+sequences keeps its slot for `min_resident_s`, and then:
 
 - Once other variants have waited for half of `cold_wait_s`, it is closed: no sequence of it is admitted any more, and
   its slot is free when its running sequences have ended.
@@ -10,8 +11,9 @@ has sequences keeps its slot for `min_resident_s`, and then:
   forced eviction while it is overdrawn, so throughput cannot collapse.
 
 A tenant's waiting variants take slots from its own variants, and from those of tenants that hold more slots than it
-does. So a tenant with one variant keeps its slot while another one has a hundred waiting. What a tenant takes from
-itself is charged to a budget of its own, which has half of the refill, so that it delays no other tenant's turn.
+does. So a tenant with one variant keeps its slot while another one has a hundred waiting. A tenant that holds none need
+not wait for `cold_wait_s` to take one of a tenant with several. What a tenant takes from itself is charged to a budget
+of its own, which has half of the refill, so that it delays no other tenant's turn.
 
 Loads go to the tenant that had the fewest, and few of one tenant are under way at a time (`Residency.may_load`), so one
 tenant's hundred waiting variants do not delay another tenant's one.
@@ -62,8 +64,10 @@ class SchedulerConstants:
     reserve_tokens: int = 32
     # Waiting time after which a sequence may preempt one of a tenant or variant that has several running.
     preempt_wait_s: float = 1.0
-    # Time for which a loaded variant keeps its slot.
+    # Time for which a loaded variant keeps its slot, ...
     min_resident_s: float = 1.0
+    # ... and for which one without sequences counts as held by the tenant that used it last.
+    keep_idle_s: float = 5.0
     # Waiting time after which a variant may take another variant's slot by preempting its sequences.
     cold_wait_s: float = 5.0
     # Tokens recomputed after such preemptions and after those for a share of rows, as a share of all computed tokens.
@@ -103,8 +107,10 @@ class SlotPolicy:
         self._recompute_budget = 0.0
         # The same for what tenants take from themselves; those that may not are here.
         self._own_budgets: dict[str, float] = {}
-        # Slots that each tenant has sequences for.
+        # Slots that each tenant has sequences for, or had until a moment ago, ...
         self._num_held: Counter[str] = Counter()
+        # ... and the variants of the latter, the first to expire first.
+        self._recent: dict[str, RecentUse] = {}
         self._variants: dict[str, ScheduledVariant] = {}
         self._in_state: dict[SlotState, dict[str, ScheduledVariant]] = {state: {} for state in SlotState}
         self._waiting_by_tenant = SlotQueue(residency.may_load)
@@ -172,19 +178,11 @@ class SlotPolicy:
             now: seconds on the clock of all other calls.
             preempt: makes a running sequence wait again; it calls `enqueue` and `stop`.
         """
+        self._forget_recent(now)
         self._mark_overdue(now)
         self._reopen()
-        while (loads := self._waiting_by_tenant.first()) is not None and self._load(loads, now):
-            loads.counter += 1
-        for _ in range(MAX_TAKING):
-            if (taking := self._overdue_by_tenant.first()) is None:
-                # Those that could take no slot are asked again in the next step.
-                self._overdue_by_tenant.look_again()
-                break
-            if not self._free_slot(taking.tenant, now, preempt):
-                self._overdue_by_tenant.set_aside(taking)
-            elif self._load(taking, now):
-                taking.counter += 1
+        self._begin_loads(self._waiting_by_tenant, now, preempt, is_overdue=False)
+        self._begin_loads(self._overdue_by_tenant, now, preempt, is_overdue=True)
         self._open_resident(now)
         self._close_for_waiting(now)
 
@@ -207,6 +205,46 @@ class SlotPolicy:
             part = refill / len(self._own_budgets)
             left = {tenant: budget + part for tenant, budget in self._own_budgets.items()}
             self._own_budgets = {tenant: budget for tenant, budget in left.items() if budget < 0}
+
+    def _begin_loads(
+        self, waiting: SlotQueue, now: float, preempt: Callable[[Sequence], None], *, is_overdue: bool
+    ) -> None:
+        """Begin loads in tenants' turns until `MAX_TAKING` tenants have found no slot."""
+        num_refused = 0
+        while num_refused < MAX_TAKING:
+            if (loads := waiting.first()) is None:
+                # Those that found none are asked again in the next step.
+                waiting.look_again()
+                return
+            may_free = is_overdue or not self._num_held[loads.tenant]
+            if self._load(loads, now) or (
+                may_free
+                and self._free_slot(loads.tenant, now, preempt, is_overdue)
+                and self._load(loads, now)
+            ):
+                loads.counter += 1
+            else:
+                waiting.set_aside(loads)
+                num_refused += 1
+
+    def _forget_recent(self, now: float) -> None:
+        """Forget variants that have been idle for `keep_idle_s`, or that have lost their slots."""
+        for version, use in list(self._recent.items()):
+            if use.kept_until <= now or not self._residency.is_resident(version):
+                self._forget(version)
+
+    def _forget(self, version: str) -> None:
+        if (use := self._recent.pop(version, None)) is not None:
+            self._count_held([use.tenant], -1)
+
+    def _kept_from(self, tenant: str) -> set[str]:
+        """Return the idle variants whose slots a tenant may not take: those of tenants that hold no more than it."""
+        own = self._num_held[tenant]
+        return {
+            version
+            for version, use in self._recent.items()
+            if use.tenant != tenant and self._num_held[use.tenant] <= own
+        }
 
     def _mark_overdue(self, now: float) -> None:
         waiting = self._in_state[SlotState.WAITING]
@@ -232,7 +270,7 @@ class SlotPolicy:
         if self._residency.is_resident(variant.version):
             self._open(variant, now)
             return True
-        if not self._residency.load(variant.version, loads.tenant):
+        if not self._residency.load(variant.version, loads.tenant, self._kept_from(loads.tenant)):
             return False
         self._move(variant, SlotState.LOADING)
         return True
@@ -286,13 +324,19 @@ class SlotPolicy:
         """Return whether a tenant that takes its own variant's slot has recomputed too much for such turns."""
         return _is_own(victim, tenant) and tenant in self._own_budgets
 
-    def _free_slot(self, tenant: str, now: float, preempt: Callable[[Sequence], None]) -> bool:
-        """Free a slot for a tenant by preempting the sequences that lose fewest tokens; False if it may not now."""
+    def _free_slot(
+        self, tenant: str, now: float, preempt: Callable[[Sequence], None], is_overdue: bool
+    ) -> bool:
+        """Free a slot for a tenant by preempting the sequences that lose fewest tokens; False if it may not now.
+
+        A tenant whose variants are not overdue may take one of a tenant that keeps more slots than it then has.
+        """
+        lead = 1 if is_overdue else 2
         candidates = (
             variant
             for variant in self._evictable(now)
             if variant.has_progressed
-            and _gives(variant, tenant, self._num_held)
+            and _gives(variant, tenant, self._num_held, lead)
             and not self._is_overdrawn(variant, tenant)
             and (self.may_recompute or _is_own(variant, tenant))
         )
@@ -344,6 +388,7 @@ class SlotPolicy:
 
     def _open(self, variant: ScheduledVariant, now: float) -> None:
         """Hold a resident variant and let its sequences be admitted."""
+        self._forget(variant.version)
         self._residency.acquire(variant.version)
         self._move(variant, SlotState.OPEN)
         variant.opened_at, variant.was_used = now, False
@@ -367,6 +412,7 @@ class SlotPolicy:
         """Count a sequence of a tenant to a variant, or uncount it."""
         before = variant.tenants[tenant]
         variant.tenants[tenant] = before + change
+        variant.last_tenant = tenant
         if not variant.tenants[tenant]:
             del variant.tenants[tenant]
         if not (before and variant.tenants[tenant]) and not variant.state.is_waiting:
@@ -399,6 +445,10 @@ class SlotPolicy:
     def _release_unused(self, variant: ScheduledVariant, now: float) -> None:
         """Drop a variant without sequences, and free the slot of a closed one without running sequences."""
         if not variant.num_sequences:
+            if variant.was_used and variant.state.is_held:
+                kept_until = now + self._constants.keep_idle_s
+                self._recent[variant.version] = RecentUse(variant.last_tenant, kept_until)
+                self._count_held([variant.last_tenant], 1)
             self._move(variant, None)
         elif variant.state is SlotState.CLOSED and not variant.running:
             self._become_waiting(variant, now)
@@ -428,10 +478,10 @@ def _is_own(victim: ScheduledVariant, tenant: str) -> bool:
     return victim.tenants.keys() == {tenant}
 
 
-def _gives(victim: ScheduledVariant, tenant: str, num_held: Mapping[str, int]) -> bool:
-    """Return whether a variant may lose its slot to a tenant: its own, or one of tenants that hold more slots each."""
+def _gives(victim: ScheduledVariant, tenant: str, num_held: Mapping[str, int], lead: int = 1) -> bool:
+    """Return whether a variant may lose its slot to a tenant: its own, or one of tenants that hold `lead` more each."""
     own = num_held.get(tenant, 0)
-    return all(other == tenant or num_held[other] > own for other in victim.tenants)
+    return all(other == tenant or num_held[other] >= own + lead for other in victim.tenants)
 
 
 class SlotState(Enum):
@@ -466,6 +516,7 @@ class ScheduledVariant:
     running: dict[int, Sequence] = field(default_factory=dict)  # by arrival
     queues: dict[VariantQueue, None] = field(default_factory=dict)  # those with waiting sequences
     tenants: Counter[str] = field(default_factory=Counter)  # of the sequences
+    last_tenant: str = ""  # of the sequence that came or ended last
 
     @property
     def num_sequences(self) -> int:
@@ -480,6 +531,14 @@ class ScheduledVariant:
     def has_progressed(self) -> bool:
         """True if each of its running sequences has."""
         return all(sequence.has_progressed for sequence in self.running.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RecentUse:
+    """The use of a variant that has no sequences any more: whose it was, and until when its slot counts as theirs."""
+
+    tenant: str
+    kept_until: float
 
 
 class SlotQueue:

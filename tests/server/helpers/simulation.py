@@ -10,7 +10,7 @@ import heapq
 import math
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -104,11 +104,11 @@ class SimResidency(Residency):
     def may_load(self, tenant: str) -> bool:
         return sum(loading == tenant for loading in self._tenant_of.values()) < MAX_LOADS
 
-    def load(self, digest: str, tenant: str) -> bool:
+    def load(self, digest: str, tenant: str, kept: Set[str] = frozenset()) -> bool:
         if digest in self._lru or digest in self._ready_at:
             return True
         if len(self._lru) + len(self._ready_at) >= self.num_sim_slots:
-            idle = [d for d in self._lru if not self.holds[d] and d not in self.pinned]
+            idle = [d for d in self._lru if not self.holds[d] and d not in self.pinned and d not in kept]
             if not idle:
                 return False
             del self._lru[idle[0]]

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain, islice, takewhile
@@ -216,11 +216,13 @@ class SlotPolicy:
                 # Those that found none are asked again in the next step.
                 waiting.look_again()
                 return
+            # Also for the second try, which gets the slot that was freed.
+            kept = self._kept_from(loads.tenant)
             may_free = is_overdue or not self._num_held[loads.tenant]
-            if self._load(loads, now) or (
+            if self._load(loads, now, kept) or (
                 may_free
                 and self._free_slot(loads.tenant, now, preempt, is_overdue)
-                and self._load(loads, now)
+                and self._load(loads, now, kept)
             ):
                 loads.counter += 1
             else:
@@ -264,13 +266,13 @@ class SlotPolicy:
             if is_current and self._residency.is_resident(variant.version):
                 self._open(variant, now)
 
-    def _load(self, loads: TenantLoads, now: float) -> bool:
+    def _load(self, loads: TenantLoads, now: float, kept: Set[str]) -> bool:
         """Begin to load the variant that a tenant has waited for longest; False if there is no slot."""
         variant = loads.oldest
         if self._residency.is_resident(variant.version):
             self._open(variant, now)
             return True
-        if not self._residency.load(variant.version, loads.tenant, self._kept_from(loads.tenant)):
+        if not self._residency.load(variant.version, loads.tenant, kept):
             return False
         self._move(variant, SlotState.LOADING)
         return True

@@ -166,7 +166,9 @@ def test_a_tenant_that_may_take_no_slot_delays_no_other() -> None:
     flood = [SimSequence(f"f{i}", "flood", f"f{i}", 32, 400, 0.1) for i in range(300)]
     late = [SimSequence(f"s{i}", "light", f"v{i}", 32, 20, 6.0 + 10.0 * i) for i in range(4)]
     simulate(sim, [*pinned, waiting, *flood, *late], until_s=50.0)
-    assert max(sequence.first_token_s for sequence in late) < LIMITS.constants.cold_wait_s + 1.0
+    # One of them has to wait until as many tokens have been computed as the one before it made others lose.
+    assert max(sequence.first_token_s for sequence in late) < 2 * LIMITS.constants.cold_wait_s
+    assert statistics.median(sequence.first_token_s for sequence in late) < 1.0
 
 
 def test_one_tenants_loads_into_free_slots_do_not_delay_another_tenants() -> None:

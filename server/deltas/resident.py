@@ -327,6 +327,7 @@ class Rows:
 
     def __init__(self, max_rows: int, num_slots: int, device: torch.device) -> None:
         self.num_rows = 0
+        self.is_of_base = True  # no row has a delta
         self.slot_of_row = torch.zeros(max_rows, dtype=torch.int64, device=device)  # slot + 1; 0 is the base
         self.order = torch.zeros(
             max_rows, dtype=torch.int32, device=device
@@ -348,6 +349,7 @@ class Rows:
             raise ValueError(f"a batch of {len(slots)} rows, and there is memory for {len(self.order)}")
         self._slots, self.num_rows = slots, len(slots)
         counts = np.bincount(slots + 1, minlength=len(self.ranges) + 1)
+        self.is_of_base = int(counts[0]) == len(slots)
         order = np.argsort(slots, kind="stable")[counts[0] :]
         ends = np.cumsum(counts[1:])
         self.slot_of_row[: len(slots)] = torch.from_numpy(slots + 1)

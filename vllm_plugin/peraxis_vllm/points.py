@@ -20,6 +20,7 @@ from server.kernels import add_planes, add_rows
 
 if TYPE_CHECKING:
     from peraxis_vllm.manager import DeltaManager
+    from server.deltas.resident import Rows
 
 POINTS: list[Point] = []  # of this process's model; operations know a point by its index
 
@@ -42,15 +43,23 @@ class Point:
 
     def add_linear(self, output: Tensor, x: Tensor) -> None:
         """Add the deltas' products to `output`, [rows, out]."""
-        self.is_called = True
-        if (rows := self.manager.rows(self.name, len(x), self.is_head)) is not None:
+        if (rows := self._rows(len(x))) is not None:
             add_planes(output, x, self.table, rows.order, rows.ranges, self.ends)
 
     def add_embedding(self, output: Tensor, ids: Tensor) -> None:
         """Add the deltas' rows of an embedding to `output`, [rows, features]."""
-        self.is_called = True
-        if (rows := self.manager.rows(self.name, len(ids), False)) is not None:
+        if (rows := self._rows(len(ids))) is not None:
             add_rows(output, ids, self.table, rows.order, rows.ranges, self.ends[0], 1.0)
+
+    def _rows(self, num_rows: int) -> Rows | None:
+        """Return the rows to which deltas are added; None if there are none.
+
+        On the CPU alone, where no graph is captured that steps with deltas replay.
+        """
+        self.is_called = True
+        rows = self.manager.rows(self.name, num_rows, self.is_head)
+        is_skipped = rows is not None and rows.is_of_base and self.manager.device.type == "cpu"
+        return None if is_skipped else rows
 
 
 def add_point(point: Point) -> int:

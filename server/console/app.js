@@ -131,7 +131,7 @@ function Header({ view, me, onTenant, onSignOut }) {
     <div class="spacer" />
     ${words[state] &&
     html`<span class=${`state ${state}`} title=${stats?.server.base ?? ""}>
-      <i />${stats?.server.base && html`<b class="mono">${stats.server.base.slice(0, 12)}</b>`}${words[state]}
+      <i />${stats?.server.base && html`<b class="mono">${stats.server.base.slice(0, 24)}</b>`}${words[state]}
     </span>`}
     ${may("admin") && hasKey() ? html`<${TenantChoice} own=${me.tenant} onTenant=${onTenant} />` : hasKey() && html`<span class="who">${me.tenant}</span>`}
     ${hasKey() && html`<button class="quiet" onClick=${onSignOut}>Sign out</button>`}
@@ -163,7 +163,7 @@ function Connection() {
   return (
     failure &&
     html`<div class="away" role="alert">
-      <strong>The server has not answered since ${failedAt.toLocaleTimeString()}.</strong> Figures below are its last.
+      <strong>The server has not answered since ${failedAt.toTimeString().slice(0, 8)}.</strong> Figures below are its last.
       It is asked again every second.
     </div>`
   );

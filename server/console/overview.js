@@ -65,8 +65,8 @@ function Figures({ stats }) {
       note=${requests.waiting ? `${count(requests.waiting)} wait, ${count(requests.waiting_for_load)} of them for a load` : "none waits"} />
     <${Figure} name="Batch" value=${rate(last("batch"))} unit="requests"
       note=${last("batch") === null ? "no step in the last second" : `${rate(last("mix"))} variants in a step`} />
-    <${Figure} name="First token" value=${seconds(mean)}
-      note=${mean === null ? "none in the last minute" : `95% within ${seconds(quantile(first, bounds, 0.95))}, last minute`} />
+    <${Figure} name="First token, last minute" value=${seconds(mean)}
+      note=${mean === null ? "no request began" : `95% within ${seconds(quantile(first, bounds, 0.95))}`} />
     <${Figure} name="Cold starts" value=${count(colder.count)}
       note=${cold.count ? `${seconds(cold.sum_s / cold.count)} on average, ${count(cold.count)} in all` : "none yet"} />
     <${Figure} name="Slots" value=${`${engine.slots_in_use} / ${engine.slots}`}
@@ -100,7 +100,7 @@ function Memory({ stats }) {
         )}
         <tr class="split">
           <td>Host cache</td>
-          <td class="num">${hosted.length} deltas</td>
+          <td class="num">${hosted.length} ${hosted.length === 1 ? "delta" : "deltas"}</td>
           <td class="num">${bytes(engine.host_cache_bytes)} of ${bytes(engine.host_cache_limit_bytes)}</td>
         </tr>
       </tbody>
@@ -146,7 +146,7 @@ function Loaded({ stats }) {
   </${Panel}>`;
 }
 
-const SOURCES = { store: "bucket", disk: "disk", host: "host memory" };
+const SOURCES = { store: "bucket", disk: "disk", host: "host" };
 const STAGES = { fetch: "download", read: "read", copy: "copy to slot", total: "whole load" };
 
 function Slow({ stats }) {

@@ -136,7 +136,7 @@ async function answer(model, form, signal, tell) {
     const isChat = form.kind === "chat";
     const body = {
       model, max_tokens: form.tokens, temperature: form.temperature, seed: form.seed, stream: true,
-      stream_options: { include_usage: true },
+      stream_options: { include_usage: true, continuous_usage_stats: true },
       ...(isChat ? { messages: [{ role: "user", content: form.prompt }] } : { prompt: form.prompt }),
     };
     const began = performance.now();

@@ -64,7 +64,7 @@ function Use({ used, of, format = count }) {
   const share = of === null || of === undefined ? 0 : of ? Math.min(1, used / of) : 1;
   return html`<span class="use">
     <span>${format(used)}${of !== null && of !== undefined && html`<span class="muted"> / ${format(of)}</span>`}</span>
-    <i class=${cls("meter", share >= 0.9 && "full")}><i style=${{ width: `${100 * share}%` }} /></i>
+    ${of !== null && of !== undefined && html`<i class=${cls("meter", share >= 0.9 && "full")}><i style=${{ width: `${100 * share}%` }} /></i>`}
   </span>`;
 }
 

@@ -20,7 +20,7 @@ export const count = (number) => (number === null || number === undefined ? "–
 
 export function rate(number) {
   if (number === null || number === undefined) return "–";
-  return number < 10 && number > 0 ? number.toFixed(1) : count(Math.round(number));
+  return number < 10 && !Number.isInteger(number) ? number.toFixed(1) : count(Math.round(number));
 }
 
 export function seconds(number) {
@@ -194,7 +194,10 @@ export function useLive() {
 }
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const clock = (time) => new Date(time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
+const clock = (time, withSeconds) => new Date(time * 1000).toTimeString().slice(0, withSeconds ? 8 : 5);
+// A chart begins with so many seconds, and grows to the kept ones.
+const SHORTEST_S = 120;
+const LONGEST_S = 900;
 
 /** A chart of series over the kept time, and the same as a table of minutes. */
 export function Chart({ label, lines, format }) {
@@ -225,7 +228,7 @@ export function Chart({ label, lines, format }) {
         cursor: { y: false, points: { size: 6 } },
         scales: { y: { range: (_, low, high) => [0, Math.max(1, (high ?? 0) * 1.1)] } },
         axes: [
-          { ...axis, grid: { show: false }, size: 24, space: 90, values: (_, ticks) => ticks.map(clock) },
+          { ...axis, grid: { show: false }, size: 24, space: 90, values: (_, ticks, at, space, step) => ticks.map((tick) => clock(tick, step < 60)) },
           { ...axis, size: 44, space: 32, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? count(tick) : "")) },
         ],
         series: [
@@ -252,7 +255,8 @@ export function Chart({ label, lines, format }) {
     const now = Date.now() / 1000;
     plot.current.setData([times, ...lines.map((line) => series[line.of])], false);
     plot.current.batch(() => {
-      plot.current.setScale("x", { min: now - 900, max: now });
+      const span = Math.min(LONGEST_S, Math.max(SHORTEST_S, now - (times[0] ?? now)));
+      plot.current.setScale("x", { min: now - span, max: now });
     });
   }, [times[newest], theme]);
   const index = at !== null && at <= newest ? at : newest;
@@ -262,7 +266,7 @@ export function Chart({ label, lines, format }) {
         (line) => html`<span key=${line.of}><i class=${`swatch ${line.of}`} />${line.name}
           <b>${format(series[line.of][index])}</b></span>`,
       )}
-      <span class="when">${at !== null && times[at] ? clock(times[at]) : "last 15 minutes"}</span>
+      <span class="when">${at !== null && times[at] ? clock(times[at], true) : ""}</span>
     </div>
     <div class="plot" ref=${ref} role="img" aria-label=${`${label}, a chart; the table after it has its values by the minute`} />
     <${MinuteTable} label=${label} lines=${lines} format=${format} />

@@ -59,7 +59,7 @@ export function Variants() {
       <div class="spacer" />
       ${may("publish") && html`<button class="primary" onClick=${() => setUploading(true)}>Upload…</button>`}
     </div>
-    <${Panel} title=${search ? `Names with “${search}”` : "All variants"} flush aside=${value ? `${count(value.total)} variants` : ""}>
+    <${Panel} title=${search ? `Names with “${search}”` : "All variants"} flush aside=${value ? `${count(value.total)} ${value.total === 1 ? "variant" : "variants"}` : ""}>
       ${!value
         ? html`<${Pending} failure=${failure} retry=${reload} />`
         : value.variants.length
@@ -150,7 +150,7 @@ export function Variant({ name }) {
       ${may("publish") &&
       html`<button onClick=${() => setDoing(["upload"])}>Upload version…</button>
         <button class="danger quiet" onClick=${() => setDoing(["delete"])}>Delete…</button>
-        ${previous && html`<button class="primary" onClick=${() => setDoing(["promote", previous])}>Roll back to v${previous.version}…</button>`}`}
+        ${previous && html`<button class="primary" onClick=${() => setDoing(["promote", previous])}>${previous.version < value.active ? "Roll back" : "Return"} to v${previous.version}…</button>`}`}
     </${Head}>
     <div class="columns">
       <${Panel} title="Versions" flush aside=${`${count(value.num_versions)}, newest first`}>
@@ -163,7 +163,7 @@ export function Variant({ name }) {
             ${[...value.versions].reverse().map(
               (each) => html`<tr key=${each.version} class=${cls(each === active && "current")}>
                 <td class="name"><b>v${each.version}</b>${each === active && html`<span class="tag good">active</span>`}${each === previous && html`<span class="tag">before</span>`}</td>
-                <td><${Level} level=${each.level} pinned=${each.pinned} />${each.num_requests > 0 && html`<span class="muted">${count(each.num_requests)} requests</span>`}</td>
+                <td><${Level} level=${each.level} pinned=${each.pinned} />${each.num_requests > 0 && html` <span class="muted">${count(each.num_requests)} ${each.num_requests === 1 ? "request" : "requests"}</span>`}</td>
                 <td class="num">${bytes(each.size_bytes)}</td>
                 <td class="num">${percent(each.agreement, 1)}</td>
                 <td class="num">${each.kl === null ? "–" : each.kl.toPrecision(2)}</td>

@@ -125,7 +125,7 @@ export function upload(file, query, signal, onProgress) {
     let sent = 0;
     sending.upload.onprogress = (event) => onProgress((sent = event.loaded));
     sending.onload = () => {
-      if (sending.status >= 200 && sending.status < 300) resolve(JSON.parse(sending.responseText));
+      if (sending.status >= 200 && sending.status < 300) resolve({ ...JSON.parse(sending.responseText), isNew: sending.status === 201 });
       else reject(errorOf(sending.status, sending.responseText));
     };
     sending.onerror = () =>

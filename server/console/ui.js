@@ -85,8 +85,10 @@ export function Dialog({ title, onClose, children, wide }) {
   const ref = useRef();
   useLayoutEffect(() => {
     const opener = document.activeElement;
-    ref.current.showModal();
-    return () => opener?.focus?.();
+    const dialog = ref.current;
+    dialog.showModal();
+    // What is behind an open dialog cannot take the focus.
+    return () => (dialog.close(), opener?.focus?.());
   }, []);
   return html`<dialog
     ref=${ref}
@@ -129,7 +131,7 @@ export function Ask({ title, children, action, danger, typed, act, onClose }) {
       ${typed &&
       html`<label class="field">
         <span>Type <b class="mono">${typed}</b> to confirm</span>
-        <input autocomplete="off" spellcheck="false" value=${text} onInput=${(event) => setText(event.target.value)} />
+        <input autofocus autocomplete="off" spellcheck="false" value=${text} onInput=${(event) => setText(event.target.value)} />
       </label>`}
       ${failure && html`<p class="failure" role="alert">${failure.message}</p>`}
       <footer>
@@ -161,25 +163,29 @@ export function Notices() {
   </div>`;
 }
 
-/** A value that a call returns, read again by `reload` and, with `period`, every so many ms while the page is visible. */
+/**
+ * A value that a call returns, read again by `reload` and while the page is visible every `period` ms: a number, or a
+ * function of the value.
+ */
 export function useLoaded(load, inputs, period = 0) {
   const [state, setState] = useState({ value: null, failure: null });
   const [turn, setTurn] = useState(0);
   useEffect(() => {
     const aborting = new AbortController();
     let timer = 0;
+    let pause = typeof period === "number" ? period : 0;
     const read = async () => {
       try {
         const value = await load(aborting.signal);
+        if (typeof period === "function") pause = period(value);
         setState({ value, failure: null });
       } catch (failure) {
         if (failure.name === "AbortError") return;
         setState((before) => ({ value: before.value, failure }));
       }
-      if (aborting.signal.aborted) return;
-      // A list that failed is read again as soon as the server answers.
-      if (period) timer = setTimeout(() => (document.hidden ? (timer = setTimeout(read, period)) : read()), period);
+      if (!aborting.signal.aborted && pause) timer = setTimeout(again, pause);
     };
+    const again = () => (document.hidden ? (timer = setTimeout(again, pause)) : read());
     read();
     return () => (aborting.abort(), clearTimeout(timer));
   }, [...inputs, turn]);

@@ -11,6 +11,9 @@ import { tryOut } from "./playground.js";
 const PAGE = 50;
 const PERIOD_MS = 4000;
 const SEARCH_MS = 200;
+// A variant of more versions than this is read less often.
+const MANY = 50;
+const RARELY_MS = 60_000;
 
 const pathTo = (name) => `variants/${encodeURIComponent(name)}`;
 
@@ -114,7 +117,9 @@ async function whole(name, signal) {
 }
 
 export function Variant({ name }) {
-  const { value, failure, reload } = useLoaded((signal) => whole(name, signal), [name], PERIOD_MS);
+  const { value, failure, reload } = useLoaded((signal) => whole(name, signal), [name], (found) =>
+    found.versions.length > MANY ? RARELY_MS : PERIOD_MS,
+  );
   const [doing, setDoing] = useState(null); // a dialog: what is asked, and of which version
   useBack(reload);
   useEffect(() => {
@@ -131,7 +136,9 @@ export function Variant({ name }) {
   if (!value) return html`<div class="page"><${Head} name=${name} /><${Pending} failure=${failure} retry=${reload} /></div>`;
   const active = value.versions.find((each) => each.version === value.active);
   const previous = value.versions.find((each) => each.version === value.previous);
-  const close = () => (setDoing(null), reload());
+  // A load or a pin may have its effect a moment after its answer.
+  const reloadSoon = () => [0, 800, 2000].forEach((pause) => setTimeout(reload, pause));
+  const close = () => (setDoing(null), reloadSoon());
   const act = (action, version) => async () => {
     try {
       await call(`${pathTo(name)}/${action}`, { method: "POST", query: { version: version.version } });
@@ -139,7 +146,7 @@ export function Variant({ name }) {
     } catch (error) {
       notify(error.message, "bad");
     }
-    reload();
+    reloadSoon();
   };
   return html`<div class="page">
     <${Head} name=${name}>
@@ -331,8 +338,7 @@ function Upload({ name: given, onClose }) {
     };
     try {
       const made = await upload(file, { name, activate: isActive ? undefined : "false" }, aborting.current.signal, onProgress);
-      const isKnown = made.active !== made.version && isActive;
-      notify(isKnown ? `${name} has these bytes already, as v${made.version}` : `${name}@${made.version} is published`);
+      notify(!made.isNew ? `${name} has these bytes already, as v${made.version}` : `${name}@${made.version} is published`);
       onClose();
     } catch (error) {
       setProgress(null);

@@ -13,6 +13,7 @@ from typing import Literal
 
 from playwright.sync_api import Browser, Page
 
+from tests.helpers.debian import debian_tool
 from tests.server.console.helpers.browser import opened, running_browser
 from tests.server.helpers.live_server import ROOT, Artifacts, LiveServer, live_server, make_artifacts
 
@@ -30,7 +31,7 @@ def main(directory: Path) -> None:
         registry = Path(scratch) / "registry"
         with (
             live_server(artifacts.base, registry, "--max-gpu-deltas", 4) as server,
-            running_browser() as browser,
+            running_browser(debian_tool("chromium")) as browser,
         ):
             _fill(server, artifacts)
             for scheme in SCHEMES:

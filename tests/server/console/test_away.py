@@ -15,10 +15,8 @@ from deltastore.registry import Registry
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.deltastore.helpers.crash_storage import artifact, push
-from tests.server.console.helpers.browser import NEEDS_CHROMIUM, opened
+from tests.server.console.helpers.browser import opened
 from tests.server.helpers.live_server import Artifacts, LiveServer, free_port, live_server
-
-pytestmark = NEEDS_CHROMIUM
 
 NUM_VARIANTS = 10_000
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.server.console.helpers.browser import NEEDS_CHROMIUM, opened
+from tests.server.console.helpers.browser import opened
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
-
-pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +91,7 @@ def test_rates_follow_what_the_server_does_and_stand_in_a_table_too(
 ) -> None:
     publish(operated, "rated", artifacts.plain)
     chart = page.get_by_role("region", name="Tokens per second")
-    expect(chart.get_by_text("generated")).to_be_visible()
+    expect(chart.locator(".legend")).to_contain_text("generated")
     with operated.streaming("rated", max_new_tokens=3000, n=2, temperature=2.0, seed=1) as stream:
         next(stream)
         expect(chart.locator(".legend span").first).to_contain_text(re.compile(r"generated\s*[1-9]"))

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
-CHROMIUM = shutil.which("chromium")
-NEEDS_CHROMIUM = pytest.mark.skipif(
-    CHROMIUM is None, reason="chromium is not installed: run `make packages` as root"
-)
 SIZE = {"width": 1440, "height": 900}
+WAIT_MS = 20_000
 
 
 @contextmanager
-def running_browser() -> Iterator[Browser]:
-    """Run Chromium without a window."""
+def running_browser(program: str) -> Iterator[Browser]:
+    """Run a program that is Chromium, without a window."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, chromium_sandbox=False)
+        browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=False)
         try:
             yield browser
         finally:
@@ -42,7 +37,8 @@ def opened(
     """
     context = browser.new_context(viewport=SIZE, color_scheme=scheme)  # type: ignore[arg-type]
     page = context.new_page()
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(WAIT_MS)
+    expect.set_options(timeout=WAIT_MS)
     complaints: list[str] = []
 
     def heard(message: ConsoleMessage) -> None:
@@ -56,4 +52,4 @@ def opened(
         yield page
     finally:
         context.close()
-    assert not complaints
+    assert not complaints, complaints

@@ -1,4 +1,4 @@
-"""One Chromium for all tests of the console."""
+"""One Chromium for the tests of a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-@pytest.fixture(scope="package")
+# Not for several files: while Playwright runs, other tests of the process cannot run event loops of their own.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """Run Chromium; without its package, tests that take it skip, and fail in CI."""
     with running_browser(debian_tool("chromium")) as running:

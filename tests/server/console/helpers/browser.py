@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, expect, sync_playwright
 
-SIZE = {"width": 1440, "height": 900}
+SIZE: ViewportSize = {"width": 1440, "height": 900}
 WAIT_MS = 20_000
 
 
@@ -35,7 +35,7 @@ def opened(
         scheme: of colours.
         lost: the server goes away meanwhile or refuses calls, which the browser's own log tells of.
     """
-    context = browser.new_context(viewport=SIZE, color_scheme=scheme)  # type: ignore[arg-type]
+    context = browser.new_context(viewport=SIZE, color_scheme=scheme)
     page = context.new_page()
     page.set_default_timeout(WAIT_MS)
     expect.set_options(timeout=WAIT_MS)

@@ -90,7 +90,7 @@ function Side({ side, model, answer, parting, onModel }) {
   return html`<section class="panel side" aria-label=${`${side} answer`}>
     <header>
       <label class="model"><span class="sr">${side} variant, NAME or NAME@VERSION</span>
-        <input class="mono" list="models" spellcheck="false" placeholder="variant, variant@version or base" value=${model} onChange=${(event) => onModel(event.target.value)} />
+        <input class="mono" list="models" spellcheck="false" placeholder="variant, variant@version or base" value=${model} onInput=${(event) => onModel(event.target.value)} />
       </label>
       ${answer?.version && html`<span class="tag">v${answer.version}</span>`}
       ${answer?.digest && html`<span class="tag mono" title=${answer.digest}>${answer.digest.replace("sha256:", "").slice(0, 12)}</span>`}

@@ -185,7 +185,7 @@ export function Variant({ name }) {
                       ? html`<button class="small" onClick=${act("unpin", each)}>Unpin</button>`
                       : html`<button class="small" onClick=${() => setDoing(["pin", each])}>Pin…</button>`}
                     ${each !== active && html`<button class="small" onClick=${() => setDoing(["promote", each])}>${active && each.version < active.version ? "Roll back" : "Promote"}…</button>`}
-                    <button class="small quiet" aria-label=${`More about version ${each.version}`} onClick=${() => setDoing(["details", each])}>Details</button>`}
+                    <button class="small quiet" aria-label=${`Details of version ${each.version}`} onClick=${() => setDoing(["details", each])}>Details</button>`}
                 </td>
               </tr>`,
             )}
@@ -249,7 +249,7 @@ function Promote({ name, variant, version, onClose }) {
   return html`<${Ask} title=${isBack ? `Roll back ${name}` : `Promote ${name}`} action=${isBack ? `Roll back to v${version.version}` : `Promote v${version.version}`} act=${act} onClose=${onClose}>
     <p>New requests get version ${version.version} at once. Running ones end with the version that they began with.</p>
     <table class="plain compare" aria-label="What changes">
-      <thead><tr><th></th><th>${active ? `v${active.version}, now` : "now"}</th><th>v${version.version}</th></tr></thead>
+      <thead><tr><th><span class="sr">Figure</span></th><th>${active ? `v${active.version}, now` : "now"}</th><th>v${version.version}</th></tr></thead>
       <tbody>
         ${change("Agreement", (each) => percent(each.agreement, 1))}
         ${change("KL", (each) => each.kl?.toPrecision(2) ?? "–")}

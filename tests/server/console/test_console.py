@@ -16,9 +16,9 @@ from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, 
 
 @pytest.fixture(scope="module")
 def operated(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Run a server with two slots for the tests of this file. Each test uses names of its own."""
+    """Run a server with three slots for the tests of this file. Each test uses names of its own."""
     registry = tmp_path_factory.mktemp("console") / "registry"
-    with live_server(artifacts.base, registry, "--max-gpu-deltas", 2) as server:
+    with live_server(artifacts.base, registry, "--max-gpu-deltas", 3) as server:
         yield server
 
 
@@ -66,7 +66,7 @@ def test_one_screen_shows_what_is_loaded_what_is_slow_and_what_changed_last(
     changes = page.get_by_role("region", name="Last changes")
     expect(changes.get_by_role("listitem").first).to_contain_text("shown@1 published")
     expect(page.get_by_role("table", name="Device memory by use")).to_contain_text("Base model")
-    expect(page.get_by_text("1 / 2")).to_be_visible()
+    expect(page.get_by_text("1 / 3")).to_be_visible()
     # At 1440 x 900 nothing of it needs a scroll.
     heights = page.evaluate(
         "[document.querySelector('main').scrollHeight, document.querySelector('main').clientHeight]"
@@ -173,17 +173,21 @@ def test_versions_are_loaded_pinned_with_a_forecast_and_unloaded(
     operated.unload_all()
     publish(operated, "held", artifacts.plain, artifacts.third)
     publish(operated, "older", artifacts.chatty)
+    publish(operated, "filler", artifacts.plain)
     show(page, operated, "variants/held")
     row(page, 1).get_by_role("button", name="Load", exact=True).click()
     expect(row(page, 1)).to_contain_text("in a slot")
     row(page, 2).get_by_role("button", name="Pin…").click()
-    expect(page.get_by_role("dialog")).to_contain_text("1 of 2 slots is free: nothing is evicted.")
+    expect(page.get_by_role("dialog")).to_contain_text("2 of 3 slots are free: nothing is evicted.")
     page.get_by_role("dialog").get_by_role("button", name="Pin", exact=True).click()
     expect(row(page, 2)).to_contain_text("pinned")
     assert version(operated, "held", 2)["pinned"] is True
+    show(page, operated, "variants/filler")
+    row(page, 1).get_by_role("button", name="Load", exact=True).click()
+    expect(row(page, 1)).to_contain_text("in a slot")
     show(page, operated, "variants/older")
     row(page, 1).get_by_role("button", name="Pin…").click()
-    # The pinned one stays, so the other one would go.
+    # The pinned one stays, so of the others the one would go that was used first.
     expect(page.get_by_role("dialog")).to_contain_text("it would evict default/held@1")
     page.get_by_role("dialog").get_by_role("button", name="Pin", exact=True).click()
     expect(row(page, 1)).to_contain_text("pinned")
@@ -200,7 +204,7 @@ def test_a_variant_is_deleted_only_with_its_name_typed(
 ) -> None:
     publish(operated, "doomed", artifacts.plain, artifacts.third)
     show(page, operated, "variants/doomed")
-    page.get_by_role("button", name="More about version 1").click()
+    page.get_by_role("button", name="Details of version 1").click()
     expect(page.get_by_role("dialog")).to_contain_text("sha256:")
     page.get_by_role("dialog").get_by_role("button", name="Delete version…").click()
     dialog = page.get_by_role("dialog", name="Delete doomed@1")

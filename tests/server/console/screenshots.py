@@ -1,7 +1,7 @@
 """Write the pictures of `docs/console.md`, as `make screenshots` does.
 
-A server with tiny variants answers requests meanwhile, so that each view shows figures. There is none of the playground,
-because tiny models answer with noise.
+A server with tiny variants answers requests meanwhile, so that each view shows figures. None is of the
+playground, because tiny models answer with noise.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ def _shoot(browser: Browser, server: LiveServer, directory: Path, scheme: Litera
             _picture(page, directory / f"overview-{scheme}.png")
             page.goto(f"{server.url}/#/variants")
             page.get_by_role("link", name="support-en").wait_for()
-            _picture(page, directory / f"variants-{scheme}.png")
             page.get_by_role("link", name="support-en").click()
             page.get_by_role("button", name="Roll back to", exact=False).or_(
                 page.get_by_role("button", name="Promote…")
@@ -70,10 +69,6 @@ def _shoot(browser: Browser, server: LiveServer, directory: Path, scheme: Litera
             page.get_by_role("row", name="v2").get_by_role("button", name="Promote…").click()
             page.get_by_role("dialog").wait_for()
             _picture(page, directory / f"promote-{scheme}.png")
-            page.keyboard.press("Escape")
-            page.goto(f"{server.url}/#/tenants")
-            page.get_by_role("table", name="Tenants").wait_for()
-            _picture(page, directory / f"tenants-{scheme}.png")
     finally:
         stopping.set()
         for thread in busy:

@@ -39,7 +39,7 @@ WHEELS := anyio fastapi fastapi-offline httptools httpx llguidance msgspec prome
 # Tests of one file stay together until a worker runs dry, so that a server or model is seldom made twice.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal --durations=10
 
-.PHONY: help demo test test-deploy test-vllm test-clients client-pins client-packages replay coverage check hooks serve bench wheels reference image image-packages packages
+.PHONY: help demo test test-deploy test-vllm test-clients client-pins client-packages replay coverage screenshots check hooks serve bench wheels reference image image-packages packages
 .DEFAULT_GOAL := help
 
 help:
@@ -55,6 +55,7 @@ help:
 	@echo 'make serve     serve BASE=DIR with the variants in REGISTRY=DIR'
 	@echo 'make bench     measure; results go to bench/results/ (BENCH="load ...")'
 	@echo 'make reference write docs/reference.md, and the settings in the chart, from the code'
+	@echo 'make screenshots  write the pictures of docs/console.md'
 	@echo 'make image     as root: build the container image IMAGE=NAME for the CPU, run it and prove what it must do'
 	@echo '               (BACKEND=vllm: with vLLM)'
 	@echo 'make packages  Debian packages that tests use, as root, which make test also does; without them those tests skip'
@@ -77,6 +78,10 @@ demo: $(RUNTIME)
 
 test: check packages
 	$(PYTEST)
+
+# Needs Chromium, as tests of the console do.
+screenshots: $(DEV) packages
+	$(BIN)/python -m tests.server.console.screenshots
 
 # What takes too long for `test`.
 test-deploy: $(DEV) $(VLLM)/.ready packages client-packages
@@ -118,7 +123,7 @@ check: $(DEV)
 	$(BIN)/mypy --num-workers auto
 
 # Programs that tests run, each with its Debian package.
-packages: PROGRAMS := promtool:prometheus docker-compose:docker-compose
+packages: PROGRAMS := promtool:prometheus docker-compose:docker-compose chromium:chromium
 client-packages: PROGRAMS := curl:curl java:default-jdk-headless node:nodejs npm:npm
 # Not where systemd runs: it would start the packages' services.
 packages client-packages:

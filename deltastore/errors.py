@@ -112,6 +112,10 @@ class PublicNameTaken(PeraxisError):
     """A variant cannot become public, because another tenant's public variant has its name."""
 
 
+class ActiveVersionChanged(PeraxisError):
+    """A promotion rests on an active version that another change has replaced; nothing was changed."""
+
+
 class VariantQuarantined(PeraxisError):
     """The version's stored object was found corrupt and is not served."""
 

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, FastAPI
 
 from server.api import (
     access,
+    console,
     errors,
     inference,
     json_io,
@@ -39,10 +40,14 @@ ADMIN_ROUTERS = (
     operations.stats_router,
     tenants.keys_router,
     tenants.router,
+    console.router,
 )
 # Routes of both ports: a command that is given either address asks if the server is well, who calls it and what it may
-# use.
-SHARED_ROUTERS = (models.router, tenants.me_router, operations.router, openapi.router, openapi.docs_router)
+# use, and the console of the admin port tries variants.
+SHARED_ROUTERS = (
+    models.router, tenants.me_router, operations.router, openapi.router, openapi.docs_router,
+    inference.completions_router, inference.router, models.tokens_router,
+)  # fmt: skip
 
 
 def create_app(service: Service) -> FastAPI:

@@ -199,7 +199,8 @@ class Settings(BaseModel):
     admin_port: Annotated[
         Port | None,
         Field(
-            description="Serve /metrics, /stats, /variants, /keys and /tenants on this port, and no longer on --port."
+            description="Serve the console, /metrics, /stats, /changes, /variants, /keys and /tenants on this port, "
+            "and no longer on --port."
         ),
         Flag(NETWORK, "none, they are on --port"),
     ] = None

@@ -33,8 +33,10 @@ def make_packages(
 @pytest.mark.skipif(Path("/run/systemd/system").exists(), reason="nothing is installed where systemd runs")
 def test_root_is_told_of_the_packages_before_they_are_installed(tmp_path: Path) -> None:
     told, *done = make_packages(tmp_path).splitlines()
-    assert told.startswith("installing Debian packages for tests: prometheus docker-compose (PACKAGES=no ")
-    assert done[-1].endswith("prometheus docker-compose")
+    assert told.startswith(
+        "installing Debian packages for tests: prometheus docker-compose chromium (PACKAGES=no "
+    )
+    assert done[-1].endswith("prometheus docker-compose chromium")
     assert all(line.startswith("apt-get ") for line in done)
 
 
@@ -47,7 +49,7 @@ def test_packages_of_programs_that_are_there_are_not_installed(tmp_path: Path) -
 def test_no_package_is_installed_if_asked_not_to(tmp_path: Path) -> None:
     printed = make_packages(tmp_path, "PACKAGES=no")
     assert "apt-get" not in printed
-    assert "their tests skip: `make packages` as root installs prometheus docker-compose" in printed
+    assert "their tests skip: `make packages` as root installs prometheus docker-compose chromium" in printed
 
 
 def test_a_test_without_its_program_skips_and_fails_in_ci(monkeypatch: pytest.MonkeyPatch) -> None:

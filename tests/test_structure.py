@@ -37,6 +37,7 @@ SHORT_LINES = 100
 SHORT_ALONE = {
     "peraxis.demo.page_cache": "benches use it, which measure no demo",
     "server.api.operations": "routes, which app.py mounts and does not define",
+    "server.api.console": "routes, which app.py mounts and does not define",
     "server.scale.ingress": "a deployment, which app.py binds to others and Ray runs in processes of its own",
 }
 # Packages of extras, and the modules that may need them.

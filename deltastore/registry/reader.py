@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from deltastore.errors import RegistryError, VariantNotFound, VariantQuarantined
 from deltastore.registry.claims import Claims, taken
-from deltastore.registry.records import ReportFile, VersionRecord, Visibility, is_name
+from deltastore.registry.records import Promotion, ReportFile, VersionRecord, Visibility, is_name
 from deltastore.registry.store import SmallFiles, Store
 from deltastore.registry.variants import (
     DIRECTORY,
@@ -220,6 +220,18 @@ class RegistryReader:
         with self._store.explained():
             self.files.check_present()
             return directory.settled(read)
+
+    def promotions(self, tenant: str, name: str) -> list[Promotion]:
+        """Return the promotions of a variant that its entries remember, newest first.
+
+        Raises:
+            VariantNotFound: It never had a version.
+        """
+        directory = self._readable(tenant, name)
+        with self._store.explained():
+            self.files.check_present()
+            directory.check_exists()
+            return directory.promotions()
 
     def variants(self, tenant: str | None = None) -> list[Variant]:
         """Return every variant with all records, or only a tenant's own. A variant with damaged files is logged.

@@ -174,6 +174,10 @@ class VariantState:
     deleted: tuple[tuple[Version, Version], ...] = ()
     deleted_through: Size = 0  # this version and all before it were deleted with the whole variant
     previous: Version | None = None  # the version that was active before `active`
+    # Of the promotion that made this entry, by the promoting server's clock; None for entries that are no promotions,
+    # and for those of servers that stored none.
+    promoted_at: str | None = None  # UTC, ISO 8601
+    promoted_by: str | None = None  # id of the key; None without keys
     format: Literal[3] = 3  # of the state
 
     def is_live(self, version: int) -> bool:
@@ -214,6 +218,14 @@ class VariantState:
     def to_json(self, after: str = "") -> bytes:
         """Encode the state as the entry after the one of a digest."""
         return _encode(_entry(self, after))
+
+
+class Promotion(NamedTuple):
+    """A promotion that a variant's entries remember."""
+
+    version: int
+    promoted_at: str  # UTC, ISO 8601, by the clock of the server
+    promoted_by: str | None  # id of the key; None without keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,18 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self, TypeVar
 
-from deltastore.errors import PeraxisError, RegistryError, RegistryUnavailable, UsageError, VariantNotFound
+from deltastore.errors import (
+    ActiveVersionChanged,
+    PeraxisError,
+    RegistryError,
+    RegistryUnavailable,
+    UsageError,
+    VariantNotFound,
+)
 from deltastore.registry.claims import is_bucket, is_registry
 from deltastore.registry.directory.store import DirectoryStore
 from deltastore.registry.object_cache import ObjectCache
@@ -150,12 +158,22 @@ class Registry(RegistryReader):
             directory.make()
             return self._publish(writer, sealed, facts, directory, activate)
 
-    def activate(self, tenant: str, name: str, version: int) -> VersionRecord:
+    def activate(
+        self, tenant: str, name: str, version: int, *, if_active: int | None = None, key_id: str | None = None
+    ) -> VersionRecord:
         """Make a version the active one, to promote or roll back.
+
+        Args:
+            tenant: The owner.
+            name: Of the variant.
+            version: The number of a live version.
+            if_active: The number that must be active now, 0 for no active version; None changes whatever is.
+            key_id: Of the caller, for the history.
 
         Raises:
             VariantNotFound: There is no such live version.
             VariantQuarantined: Its object was found corrupt.
+            ActiveVersionChanged: Another version than `if_active` is active.
         """
 
         def promoted(directory: VariantDirectory, history: History) -> tuple[VariantState, VersionRecord]:
@@ -163,8 +181,20 @@ class Registry(RegistryReader):
                 raise directory.not_found(version)
             record = directory.record(version)
             self.check_not_quarantined(record)
-            previous = directory.previous(history, version)
-            return replace(history.state, active=version, as_of=history.newest, previous=previous), record
+            if if_active is not None and (active := directory.active(history) or 0) != if_active:
+                now = f"version {active} is" if active else "no version is"
+                raise ActiveVersionChanged(
+                    f"{now} active now, and not {if_active or 'none'}: look at {name!r} again before you promote"
+                )
+            state = replace(
+                history.state,
+                active=version,
+                as_of=history.newest,
+                previous=directory.previous(history, version),
+                promoted_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+                promoted_by=key_id,
+            )
+            return state, record
 
         return self._change(tenant, name, promoted)
 
@@ -193,7 +223,14 @@ class Registry(RegistryReader):
                 return _nothing(directory, history)
             state = history.state.without(version)
             previous = directory.previous(replace(history, state=state), active)
-            state = replace(state, active=active, as_of=history.newest, previous=previous)
+            state = replace(
+                state,
+                active=active,
+                as_of=history.newest,
+                previous=previous,
+                promoted_at=None,
+                promoted_by=None,
+            )
             return state, Deletion([version], history, state)
 
         # Deleting the whole variant is the way out of a damaged state.

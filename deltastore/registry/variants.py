@@ -28,6 +28,7 @@ from deltastore.errors import PeraxisError, RegistryError, VariantNotFound
 from deltastore.registry.records import (
     NAME_END,
     ArtifactFacts,
+    Promotion,
     ReportFile,
     VariantState,
     VersionRecord,
@@ -119,6 +120,18 @@ class EntrySequence:
         if len(numbers) > MAX_ENTRIES:
             self._files.remove(self._dispensable(NUM_KEPT))
         return is_made
+
+    def kept(self) -> list[Entry]:
+        """Read the newest `NUM_KEPT` entries, newest first, without those that are removed meanwhile."""
+
+        def read(number: int) -> Entry | None:
+            try:
+                return Entry(number, self._files.read(self.path(number)))
+            except FileNotFoundError:
+                return None
+
+        numbers = self.numbers(self._files.names(self.directory))[: -NUM_KEPT - 1 : -1]
+        return [entry for entry in self._files.each(read, numbers) if entry is not None]
 
     def superseded(self, num_kept: int = NUM_KEPT) -> list[PurePath]:
         """Return the entries that may be removed, oldest first."""
@@ -311,6 +324,23 @@ class VariantDirectory:
     def state(self, *, is_fresh: bool = False) -> VariantState:
         """Read the state, by a new listing if `is_fresh`; the initial one if none is stored. Raises RegistryError."""
         return self._parsed(self.entries.newest(self._files.names(self.path, is_fresh=is_fresh)))
+
+    def promotions(self) -> list[Promotion]:
+        """Read the promotions that the kept entries remember, newest first, since the variant was last deleted.
+
+        Damaged entries, and those of servers that stored no time, are left out.
+        """
+        found: list[Promotion] = []
+        for entry in self.entries.kept():
+            try:
+                state = self._parsed(entry)
+            except RegistryError:
+                continue
+            if state.active is None and state.deleted_through == state.as_of:
+                break
+            if state.promoted_at is not None and state.active is not None:
+                found.append(Promotion(state.active, state.promoted_at, state.promoted_by))
+        return found
 
     def record(self, number: int) -> VersionRecord:
         """Read a version's record. Raises VariantNotFound if there is none, RegistryError if it is damaged."""

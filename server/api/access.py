@@ -38,10 +38,13 @@ ROLES: Mapping[tuple[str, str], Role | Literal["any"] | None] = {
     ("GET", "/ready"): None,
     ("GET", "/openapi.json"): None,
     ("GET", "/docs"): None,
+    ("GET", "/"): None,
+    ("GET", "/console/{asset}"): None,
     ("GET", "/docs/{asset}"): None,
     # Metrics and statistics show the names of all tenants and variants. Prometheus needs no statistics.
     ("GET", "/metrics"): "metrics",
     ("GET", "/stats"): "admin",
+    ("GET", "/changes"): "admin",
     ("POST", "/generate"): "inference",
     ("POST", "/v1/completions"): "inference",
     ("POST", "/v1/chat/completions"): "inference",

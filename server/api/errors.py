@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from deltastore.errors import (
+    ActiveVersionChanged,
     ArtifactError,
     ArtifactTooLarge,
     BaseMismatch,
@@ -81,6 +82,7 @@ FAILURES: Mapping[type[PeraxisError], Failure] = {
     Forbidden: Failure(403, "forbidden"),
     KeyNotFound: Failure(404, "key_not_found"),
     PublicNameTaken: Failure(409, "name_taken"),
+    ActiveVersionChanged: Failure(409, "conflict"),
     ArtifactError: Failure(400, "invalid_artifact"),
     BaseMismatch: Failure(409, "base_mismatch"),
     ArtifactTooLarge: Failure(413, "too_large"),

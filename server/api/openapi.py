@@ -128,6 +128,10 @@ REPLIES: Mapping[Call, Mapping[str, Any]] = {
     ("GET", "/metrics"): PLAIN_TEXT,
     ("GET", "/docs"): {"text/html": {"schema": TEXT}},
     ("GET", "/docs/{asset}"): {kind: {"schema": TEXT} for kind in ASSETS.values()},
+    ("GET", "/"): {"text/html": {"schema": TEXT}},
+    ("GET", "/console/{asset}"): {
+        kind: {"schema": TEXT} for kind in ("text/javascript", "text/css", "image/svg+xml")
+    },
     ("GET", "/variants/{name}/artifact"): ARTIFACT,
     ("POST", "/v1/load_lora_adapter"): PLAIN_TEXT,
     ("POST", "/v1/unload_lora_adapter"): PLAIN_TEXT,
@@ -151,6 +155,8 @@ MORE: Mapping[Call, Sequence[int]] = {
     ("POST", "/variants/{name}/load"): (409, 413, 424),
     ("POST", "/variants/{name}/pin"): (409, 413, 424),
     ("PUT", "/tenants/{name}"): (507,),
+    ("GET", "/"): (304,),
+    ("GET", "/console/{asset}"): (304,),
     ("POST", "/keys"): (201, 507),
     ("DELETE", "/keys/{key_id}"): (507,),
     ("GET", "/variants/{name}/artifact"): (206, 304, 416, 424),

@@ -1,18 +1,19 @@
-"""`/health`, `/ready`, `/metrics` and `/stats`."""
+"""`/health`, `/ready`, `/metrics`, `/stats` and `/changes`."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from server.api.json_io import JsonReply, WholeReply
+from server.api.schemas import ChangesQuery
 from server.api.service import AnyService, Service
 from server.metrics.exposition import CONTENT_TYPE, compose, variant_labels
 from server.tenants.loop_ledger import timed_on_thread
@@ -63,6 +64,13 @@ async def stats(service: AnyService) -> Response:
     """Show queues, slots, the deltas in memory, uploads and versions of the whole server; totals, and no rates."""
     found = await service.shared.stats()
     return JsonReply({"server": _server(service), **msgspec.to_builtins(found)})
+
+
+@stats_router.get("/changes")
+async def changes(query: Annotated[ChangesQuery, Query()], service: AnyService) -> Response:
+    """List the last changes of variants, keys and limits on any server of the registry, newest first."""
+    found = await service.volume.run_list(partial(service.audit_log.newest, query.limit), None)
+    return JsonReply({"changes": msgspec.to_builtins(found)})
 
 
 def _server(service: Service) -> dict[str, Any]:

@@ -95,6 +95,12 @@ class TenantPageQuery(PageQuery, TenantQuery):
     """A part of a list, of a tenant that an administrator may name."""
 
 
+class VariantsQuery(TenantPageQuery):
+    """A part of the list of variants; `search` is a part of their names, in letters of any case."""
+
+    search: Annotated[str, Field(max_length=64)] = ""
+
+
 class VersionsQuery(TenantQuery):
     """A part of the list of a variant's versions; `after` is a version's number."""
 
@@ -120,6 +126,10 @@ class SourceBody(Struct, frozen=True, forbid_unknown_fields=True):
 
 class VersionQuery(TenantQuery):
     version: Annotated[int, Field(ge=1, lt=1_000_000_000)] | None = None
+
+
+class ChangesQuery(Query):
+    limit: Annotated[int, Field(ge=1, le=100)] = 20
 
 
 class KeysQuery(PageQuery):
@@ -176,11 +186,15 @@ class VariantPatch(Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `PATCH /variants/{name}`: one change."""
 
     active: Annotated[int, Meta(ge=1, lt=1_000_000_000)] | None = None
+    # The version that must be active for the change; 0: none. Without it, whatever is active is replaced.
+    if_active: Annotated[int, Meta(ge=0, lt=1_000_000_000)] | None = None
     visibility: Visibility | None = None
 
     def __post_init__(self) -> None:
         if (self.active is None) == (self.visibility is None):
             raise ValueError("give either active or visibility")
+        if self.if_active is not None and self.active is None:
+            raise ValueError("if_active goes with active: give both")
 
 
 class KeyBody(Struct, frozen=True, forbid_unknown_fields=True):

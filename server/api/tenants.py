@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_right
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -15,10 +16,10 @@ from server.api.json_io import JsonReply, json_body, page_reply
 from server.api.publishing import num_pinned
 from server.api.schemas import KeyBody, KeysQuery, TenantPageQuery
 from server.api.service import AuditorDep, CallerDep, Service, ServiceDep
-from server.errors import InvalidRequest
+from server.errors import InvalidRequest, QueueFull
 from server.tenants.changes import Auditor, Change
 from server.tenants.keys import KeyStore, NewKey, key_document
-from server.tenants.tenant import TenantLimits, plain
+from server.tenants.tenant import TenantLimits, Usage, plain
 
 me_router = APIRouter()
 router = APIRouter(prefix="/tenants")
@@ -36,21 +37,20 @@ async def me(service: ServiceDep, caller: CallerDep) -> dict[str, Any]:
         "roles": sorted(caller.roles),
         "key": await service.volume.run_long(partial(_key, service, tenant, caller.key_id), tenant),
         "limits": plain(TenantLimits() if counted is None else counted.limits),
-        "usage": {
-            "requests_last_minute": None if counted is None else counted.num_requests,
-            "tokens_last_minute": None if counted is None else counted.num_tokens,
-            "running": None if counted is None else counted.num_running,
-            "uploads": None if counted is None else counted.num_uploads,
-            "stored_bytes": found.num_bytes,
-            "pinned": num_pinned(service, tenant),
-        },
+        "usage": _usage(service, tenant, counted, found.num_bytes),
     }
 
 
 @router.get("")
 async def list_tenants(query: Annotated[TenantPageQuery, Query()], service: ServiceDep) -> Response:
-    """List every tenant with a key, a variant or limits of its own, a page at a time, and the limits of all others."""
+    """List every tenant with a key, a variant or limits of its own, a page at a time, and the limits of all others.
+
+    `usage` is as in `/me`; what cannot be counted now is null.
+    """
     documents, has_more = await service.volume.run_list(partial(_tenants, service, query), None)
+    counted = await asyncio.gather(*(_counted(service, each["name"]) for each in documents))
+    for each, usage in zip(documents, counted, strict=True):
+        each["usage"] = _usage(service, each["name"], usage, each.pop("stored_bytes"))
     return page_reply(
         "tenants",
         ((each["name"], each) for each in documents),
@@ -104,6 +104,25 @@ async def revoke_key(key_id: str, service: ServiceDep, auditor: AuditorDep) -> d
     return {"id": key_id, "revoked": True}
 
 
+async def _counted(service: Service, tenant: str) -> Usage | None:
+    """Return what the server counts of a tenant; None if its limits cannot be read or nothing counts."""
+    try:
+        return await service.admissions.usage(tenant)
+    except QueueFull:
+        return None
+
+
+def _usage(service: Service, tenant: str, counted: Usage | None, stored_bytes: int) -> dict[str, Any]:
+    return {
+        "requests_last_minute": None if counted is None else counted.num_requests,
+        "tokens_last_minute": None if counted is None else counted.num_tokens,
+        "running": None if counted is None else counted.num_running,
+        "uploads": None if counted is None else counted.num_uploads,
+        "stored_bytes": stored_bytes,
+        "pinned": num_pinned(service, tenant),
+    }
+
+
 def _set_limits(service: Service, auditor: Auditor, name: str, limits: TenantLimits) -> None:
     service.limits.write(name, limits)
     auditor.write(Change("set_limits", name, limits=limits))
@@ -116,16 +135,20 @@ def _tenants(service: Service, query: TenantPageQuery) -> tuple[list[dict[str, A
     found = sorted({*keys, *own, *service.registry.tenants()})
     begin = bisect_right(found, query.after or "")
     end = begin + query.limit
-    documents = [
-        {
-            "name": name,
-            "limits": plain(own.get(name, service.settings.default_limits)),
-            "has_own_limits": name in own,
-            "num_keys": keys[name],
-            "num_variants": len(service.registry.names(name)),
-        }
-        for name in found[begin:end]
-    ]
+    documents: list[dict[str, Any]] = []
+    for name in found[begin:end]:
+        stored = service.registry.stored(name)
+        documents.append(
+            {
+                "name": name,
+                "limits": plain(own.get(name, service.settings.default_limits)),
+                "has_own_limits": name in own,
+                "num_keys": keys[name],
+                "num_variants": stored.num_variants,
+                "num_versions": stored.num_versions,
+                "stored_bytes": stored.num_bytes,
+            }
+        )
     return documents, end < len(found)
 
 

@@ -25,7 +25,7 @@ from deltastore.registry.variants import VariantSummary
 from server.api.downloads import ArtifactResponse, etag_of, selected
 from server.api.json_io import JSON, MAX_PAGE_BYTES, JsonReply, json_body, media_type_of, page_reply
 from server.api.publishing import Destination, counting_refusals, max_pinned, publication_document
-from server.api.schemas import TenantPageQuery, UploadQuery, VariantPatch, VersionQuery, VersionsQuery
+from server.api.schemas import UploadQuery, VariantPatch, VariantsQuery, VersionQuery, VersionsQuery
 from server.api.service import ChangesDep, Service, ServiceDep, TenantDep
 from server.api.uploads import publish_source, receive_upload
 from server.protocol.messages import DeltaState, LoadAction
@@ -58,21 +58,31 @@ async def upload(
 
 @router.get("")
 async def list_variants(
-    query: Annotated[TenantPageQuery, Query()], service: ServiceDep, tenant: TenantDep
+    query: Annotated[VariantsQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> Response:
-    """List the tenant's variants by name, each with its newest versions, a page at a time."""
-    listed, has_more = await service.volume.run_list(
-        partial(_list_page, service.registry, tenant.name, query.after or "", query.limit), tenant.name
+    """List the tenant's variants by name, each with its newest versions, a page at a time.
+
+    With `search`, only those whose names have this part, in letters of any case. `total` counts them all; it may count
+    one too many that was deleted a moment ago.
+    """
+    page = await service.volume.run_list(
+        partial(_list_page, service.registry, tenant.name, query), tenant.name
     )
-    documents = zip((each.name for each in listed), await _documents(service, listed), strict=True)
-    return page_reply("variants", documents, has_more=has_more)
+    documents = zip(
+        (each.name for each in page.variants), await _documents(service, page.variants), strict=True
+    )
+    return page_reply("variants", documents, has_more=page.has_more, total=page.total)
 
 
 @router.get("/{name}")
 async def show_variant(
     name: str, query: Annotated[VersionsQuery, Query()], service: ServiceDep, tenant: TenantDep
 ) -> Response:
-    """Show one variant: its versions with their reports and the level of each, a page at a time."""
+    """Show one variant: its versions with their reports and the level of each, a page at a time.
+
+    `history` has its promotions, newest first, as far back as the registry keeps them; versions that were published
+    with `activate` became active at their `created_at`.
+    """
     shown = await service.volume.run_list(
         partial(_show_page, service.registry, tenant.name, name, query.after, query.limit), tenant.name
     )
@@ -91,7 +101,8 @@ async def change_variant(
 ) -> dict[str, Any]:
     """Promote or roll back, or make the variant public or private. Running requests keep their digest."""
     if body.active is not None:
-        await service.volume.run_long(partial(changes.promote, name, body.active), changes.tenant.name)
+        promote = partial(changes.promote, name, body.active, body.if_active)
+        await service.volume.run_long(promote, changes.tenant.name)
     if body.visibility is not None:
         await service.volume.run_long(
             partial(changes.set_visibility, name, body.visibility), changes.tenant.name
@@ -258,13 +269,23 @@ class ListedVariant:
     has_more: bool
 
 
-def _list_page(registry: Registry, tenant: str, after: str, limit: int) -> tuple[list[ListedVariant], bool]:
-    """Return up to `limit` of a tenant's variants whose names come after one, and whether there may be more."""
-    found = registry.names(tenant)
+@dataclass(frozen=True, slots=True)
+class ListedPage:
+    """A page of variants, whether there may be others behind it, and how many names the whole list has."""
+
+    variants: list[ListedVariant]
+    has_more: bool
+    total: int
+
+
+def _list_page(registry: Registry, tenant: str, query: VariantsQuery) -> ListedPage:
+    """Return a page of a tenant's variants."""
+    searched = query.search.casefold()
+    found = [name for name in registry.names(tenant) if searched in name.casefold()]
     listed: list[ListedVariant] = []
-    for index in range(bisect_right(found, after), len(found)):
-        if len(listed) == limit:
-            return listed, True
+    for index in range(bisect_right(found, query.after or ""), len(found)):
+        if len(listed) == query.limit:
+            return ListedPage(listed, True, len(found))
         try:
             listed.append(_list_one(registry, tenant, found[index]))
         except VariantNotFound:
@@ -272,7 +293,7 @@ def _list_page(registry: Registry, tenant: str, after: str, limit: int) -> tuple
             continue
         except RegistryError as error:
             log.error("variant %s/%s is left out: %s", tenant, found[index], error)
-    return listed, False
+    return ListedPage(listed, False, len(found))
 
 
 def _list_one(registry: Registry, tenant: str, name: str) -> ListedVariant:
@@ -309,7 +330,12 @@ def _show_page(registry: Registry, tenant: str, name: str, after: int, limit: in
             break
         records.append(record)
         documents.append({**_version_document(record), "fidelity": msgspec.Raw(shown)})
-    return _listed(variant, records, documents)
+    shown_variant = _listed(variant, records, documents)
+    shown_variant.document["history"] = [
+        {"version": each.version, "promoted_at": each.promoted_at, "key_id": each.promoted_by}
+        for each in registry.promotions(tenant, name)
+    ]
+    return shown_variant
 
 
 def _versions(registry: Registry, tenant: str, name: str, after: int, limit: int) -> Iterator[VersionRecord]:
@@ -333,6 +359,7 @@ def _version_document(record: VersionRecord) -> dict[str, Any]:
         "agreement": record.agreement,
         "kl": record.kl,
         "created_at": record.created_at,
+        "activate": record.activate,
     }
 
 

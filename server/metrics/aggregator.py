@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from server.metrics.instruments import (
     BASE,
+    LATENCY_BUCKETS,
     MAX_LABEL_VALUES,
     OTHER,
     PREFIX,
@@ -158,6 +159,24 @@ def _merged_gauge(family: Family, one: Series, other: Series) -> Series:
     return Series(one.labels, merge(one.value, other.value))
 
 
+class DurationStats(Struct, frozen=True, kw_only=True):
+    """Durations of one kind since the server started.
+
+    Attributes:
+        source: ``disk``, ``host`` or ``store``, where the delta came from; None where it does not matter.
+        stage: of a load: ``fetch``, ``read``, ``copy`` or ``total``; None of others.
+        count: how many.
+        sum_s: all of them, in seconds.
+        buckets: counts between the bounds `duration_bounds_s`, without those of lower buckets; the last is above all.
+    """
+
+    source: str | None = None
+    stage: str | None = None
+    count: int
+    sum_s: float
+    buckets: tuple[int, ...]
+
+
 class VariantStats(Struct, frozen=True, kw_only=True):
     """A version whose delta is in device or host memory.
 
@@ -192,6 +211,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     """The engine and its memory."""
 
     steps: int
+    step_requests: int  # sum of the requests in each step
+    step_variants: int  # sum of the different deltas in each step, without the base
     preemptions: int
     kv_cache_usage: float  # share of the pages, 0 to 1
     device_memory_bytes: dict[str, int]  # by use: base, slots, kv, other
@@ -217,9 +238,17 @@ class ServerStats(Struct, frozen=True, kw_only=True):
 
     Attributes:
         at: in seconds since 1970.
+        duration_bounds_s: upper bounds of the buckets of all durations; one bucket more has what is longer.
+        loads: by source and stage.
+        first_token: of all requests, from admission to the first token.
+        cold_starts: by source, from the admission of a request whose delta was in no slot to its first token.
     """
 
     at: float
+    duration_bounds_s: tuple[float, ...]
+    loads: tuple[DurationStats, ...]
+    first_token: DurationStats
+    cold_starts: tuple[DurationStats, ...]
     requests: RequestStats
     engine: EngineStats
     uploads: UploadStats
@@ -237,6 +266,10 @@ def stats_of(snapshot: Snapshot, residents: Iterable[Resident], at: float) -> Se
     values = _Values({family.name.removeprefix(PREFIX): family.series for family in snapshot.families})
     return ServerStats(
         at=at,
+        duration_bounds_s=LATENCY_BUCKETS,
+        first_token=values.durations("time_to_first_token_seconds")[0],
+        loads=values.durations("variant_load_seconds"),
+        cold_starts=values.durations("cold_start_seconds"),
         requests=_requests(values),
         engine=_engine(values),
         uploads=_uploads(values),
@@ -263,6 +296,18 @@ class _Values:
         """Return the number of a histogram's observations."""
         return int(sum(sum(each.counts) for each in self.series.get(name, ())))
 
+    def durations(self, name: str) -> tuple[DurationStats, ...]:
+        """Return a histogram of seconds whose labels are none, the source, or the source and the stage."""
+        return tuple(
+            DurationStats(
+                **dict(zip(("source", "stage"), each.labels, strict=False)),
+                count=int(sum(each.counts)),
+                sum_s=each.value,
+                buckets=tuple(map(int, each.counts)),
+            )
+            for each in self.series.get(name, ())
+        )
+
 
 def _requests(values: _Values) -> RequestStats:
     return RequestStats(
@@ -279,6 +324,8 @@ def _engine(values: _Values) -> EngineStats:
     memory = {series.labels[0]: int(series.value) for series in values.series.get("device_memory_bytes", ())}
     return EngineStats(
         steps=values.count("step_seconds"),
+        step_requests=values.total("batch_requests"),
+        step_variants=values.total("batch_distinct_variants"),
         preemptions=values.total("preemptions"),
         kv_cache_usage=values.sum_of("kv_cache_usage_ratio"),
         device_memory_bytes=memory,

@@ -13,9 +13,11 @@ leaves cannot come between them.
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 import msgspec
@@ -33,6 +35,10 @@ from server.tenants.tenant import Role, Tenant, TenantLimits
 log = logging.getLogger(__name__)
 
 DIRECTORY = "audit"
+FILE_NAME = re.compile(r"audit-(\d{4}-\d{2}-\d{2})-[^/]+")
+# The end of one file that `newest` reads, and the days that it looks at.
+TAIL_BYTES = 64 << 10
+MAX_DAYS = 7
 
 Action = Literal[
     "publish", "promote", "delete", "pin", "unpin", "visibility", "create_key", "revoke_key", "set_limits"
@@ -51,6 +57,17 @@ class Change(Struct, frozen=True, omit_defaults=True):
     subject_key_id: str | None = None  # of the key that was made or revoked
     roles: tuple[Role, ...] = ()
     limits: TenantLimits | None = None  # as they are now; null is unlimited
+
+
+class RecordedChange(Change, frozen=True, kw_only=True):
+    """One line of the log."""
+
+    time: str  # UTC, ISO 8601
+    key_id: str | None = None  # of its author
+    request_id: str | None = None
+
+
+_RECORDED = msgspec.json.Decoder(RecordedChange)
 
 
 class AuditLog:
@@ -81,6 +98,52 @@ class AuditLog:
                 self._files.check_present()
             self._files.make_directory(self._directory)
             self._files.append(self._directory / f"audit-{day}-{kernel_id()}.jsonl", lines)
+
+    def newest(self, limit: int) -> list[RecordedChange]:
+        """Return up to `limit` of the last changes, newest first, from the ends of the files of the last days with any.
+
+        Lines that cannot be read are left out, and changes of a day with very many of them on one machine may be, too.
+
+        Raises:
+            RegistryError: the disk or the bucket failed, or the registry is gone.
+        """
+        with explained(self._directory):
+            self._files.check_present()
+            by_day: dict[str, list[str]] = {}
+            for name in self._files.names(self._directory):
+                if (named := FILE_NAME.fullmatch(name)) is not None:
+                    by_day.setdefault(named[1], []).append(name)
+            found: list[RecordedChange] = []
+            for day in sorted(by_day, reverse=True)[:MAX_DAYS]:
+                for name in by_day[day]:
+                    found += _parsed(self._last_lines(self._directory / name, limit))
+                if len(found) >= limit:
+                    break
+        return sorted(found, key=lambda change: change.time, reverse=True)[:limit]
+
+    def _last_lines(self, path: PurePath, limit: int) -> Sequence[bytes]:
+        """Return the last lines of a file, of which the first may be cut; of a bucket's directory, its last objects."""
+        try:
+            if isinstance(path, Path):
+                with path.open("rb") as file:
+                    file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+                    return file.read(TAIL_BYTES).splitlines()
+            newest = [path / name for name in sorted(self._files.names(path))[-limit:]]
+            return b"".join(self._files.each(self._files.read, newest)).splitlines()
+        except FileNotFoundError:
+            # It was moved away meanwhile.
+            return ()
+
+
+def _parsed(lines: Sequence[bytes]) -> list[RecordedChange]:
+    found: list[RecordedChange] = []
+    for line in lines:
+        try:
+            found.append(_RECORDED.decode(line))
+        except msgspec.DecodeError:
+            # It was cut short, or written by a later version.
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +226,12 @@ class VariantChanges:
                 ) from error
         return publication
 
-    def promote(self, name: str, version: int) -> None:
-        """Make a version the active one."""
-        self.note("promote", self.registry.activate(self.tenant.name, name, version))
+    def promote(self, name: str, version: int, if_active: int | None = None) -> None:
+        """Make a version the active one, if `if_active` is, 0 for none; with None, whatever is active."""
+        record = self.registry.activate(
+            self.tenant.name, name, version, if_active=if_active, key_id=self.auditor.key_id
+        )
+        self.note("promote", record)
 
     def set_visibility(self, name: str, visibility: Visibility) -> None:
         """Make a variant public or private; raises as `check_visibility` does, too."""

@@ -88,6 +88,10 @@ def test_servers_that_share_only_a_bucket_share_variants_keys_and_limits_also_af
     # The deletion has a line for each of the two versions.
     changes = "create_key publish create_key set_limits publish promote delete delete revoke_key"
     assert audited(bucket) == changes.split()
+    # Either server lists them all, newest first.
+    for server in (first, second):
+        listed = server.client.get("/changes").json()["changes"]
+        assert [each["action"] for each in listed][::-1] == changes.split()
     assert {path.name for path in (tmp_path / "first").iterdir()}.isdisjoint({"tenants", "audit"})
 
 

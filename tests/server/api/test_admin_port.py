@@ -26,9 +26,10 @@ SHARED = {
     ("GET", "/health"), ("GET", "/ready"),
     ("GET", "/openapi.json"), ("GET", "/docs"), ("GET", "/docs/{asset}"),
     ("GET", "/me"), ("GET", "/v1/models"), ("GET", "/v1/models/{model_id}"),
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
 }  # fmt: skip
 # Prefixes of the routes that name all tenants' variants or change them.
-ADMINISTRATION = ("/metrics", "/stats", "/variants", "/keys", "/tenants")
+ADMINISTRATION = ("/metrics", "/stats", "/changes", "/variants", "/keys", "/tenants", "/console")
 
 
 def routes_of(
@@ -60,7 +61,7 @@ def listed(app: FastAPI) -> set[Route]:
 
 
 def is_administration(route: Route) -> bool:
-    return route[1].startswith(ADMINISTRATION)
+    return route[1].startswith(ADMINISTRATION) or route[1] == "/"
 
 
 def test_without_an_admin_port_the_public_one_has_every_route(tmp_path: Path) -> None:
@@ -122,6 +123,20 @@ def test_administration_answers_only_on_its_port(ports: tuple[str, str], artifac
             user.post("/generate?variant=plain", json={"prompt": "a", "max_new_tokens": 1}).status_code == 200
         )
         assert operator.post("/generate", json={"prompt": "a"}).status_code == 404
+        body = {"model": "plain", "prompt": "a", "max_tokens": 2, "temperature": 0}
+        answers = [client.post("/v1/completions", json=body).json()["choices"] for client in (user, operator)]
+        assert answers[0] == answers[1]
+        assert operator.post("/tokenize", json={"model": "plain", "prompt": "a"}).json()["count"] > 0
+        chatty = {"name": "chatty"}
+        assert (
+            operator.post("/variants", params=chatty, content=artifacts.chatty.read_bytes()).status_code
+            == 201
+        )
+        messages = [{"role": "user", "content": "a"}]
+        chat = operator.post(
+            "/v1/chat/completions", json={"model": "chatty", "messages": messages, "max_tokens": 2}
+        )
+        assert chat.json()["object"] == "chat.completion"
 
 
 def test_each_port_says_that_it_is_well(ports: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,30 @@ def test_variants_come_a_page_at_a_time_without_their_reports(tmp_path: Path) ->
         assert len(whole.content) < 10_000
         registry.delete("acme", "v4")
         last = (await client.get("/variants", params={"after": "v3"})).json()
-        assert last == {"variants": [], "has_more": False, "last_id": None}
+        assert last == {"total": 4, "variants": [], "has_more": False, "last_id": None}
+
+    serve(tmp_path, talk)
+
+
+def test_variants_are_searched_by_a_part_of_their_names_a_page_at_a_time(tmp_path: Path) -> None:
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        for number, name in enumerate(("math-1", "Math-2", "code", "aftermath", "x.y_z")):
+            push(registry, artifact(number), name, tenant="acme")
+
+        async def found(search: str, **params: Any) -> tuple[list[str], int, bool]:
+            page = (await client.get("/variants", params={"search": search, **params})).json()
+            return [each["name"] for each in page["variants"]], page["total"], page["has_more"]
+
+        assert await found("MATH") == (["Math-2", "aftermath", "math-1"], 3, False)
+        assert await found("math", limit=2) == (["Math-2", "aftermath"], 3, True)
+        assert await found("math", limit=2, after="aftermath") == (["math-1"], 3, False)
+        assert await found("") == (["Math-2", "aftermath", "code", "math-1", "x.y_z"], 5, False)
+        # No pattern of any kind.
+        assert await found(".") == (["x.y_z"], 1, False)
+        for literal in ("*", "m.th", "%", "<b>"):
+            assert await found(literal) == ([], 0, False)
+        long = await client.get("/variants", params={"search": "x" * 65})
+        assert (long.status_code, error_of(long)["param"]) == (400, "search")
 
     serve(tmp_path, talk)
 
@@ -100,6 +123,38 @@ def test_versions_come_with_their_reports_as_many_as_a_page_holds(
     serve(tmp_path, talk)
 
 
+def test_the_last_changes_of_all_servers_are_listed_newest_first(tmp_path: Path) -> None:
+    async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
+        for number in range(2):
+            push(registry, artifact(number), "v", tenant="acme")
+        for version in (1, 2, 1):
+            await client.patch("/variants/v", json={"active": version})
+        (key,) = KeyStore(registry.root).records("acme")
+        (log,) = registry.root.glob("audit/*.jsonl")
+        # Another machine's, of a clock that is late; and lines that a crash or a later version left.
+        old = (
+            '{"time": "2020-01-01T00:00:00.000+00:00", "action": "delete", "tenant": "t", "variant": "<b>"}\n'
+        )
+        (log.parent / "audit-2020-01-01-other.jsonl").write_text("cut\n" + old + '{"action": "unknown"}\n')
+        found = (await client.get("/changes")).json()["changes"]
+        assert [(each["action"], each.get("version")) for each in found] == [
+            ("promote", 1),
+            ("promote", 2),
+            ("promote", 1),
+            ("create_key", None),
+            ("delete", None),
+        ]
+        assert found[0]["key_id"] == key
+        assert (found[0]["tenant"], found[0]["variant"]) == ("acme", "v")
+        assert found == sorted(found, key=lambda change: change["time"], reverse=True)
+        assert (await client.get("/changes", params={"limit": 2})).json()["changes"] == found[:2]
+        # Of a long log the end is read.
+        log.write_bytes((b'{"time": "2021", "action": "pin", "tenant": "t"}\n' * 20_000) + log.read_bytes())
+        assert (await client.get("/changes", params={"limit": 3})).json()["changes"] == found[:3]
+
+    serve(tmp_path, talk)
+
+
 def test_tenants_and_keys_come_a_page_at_a_time(tmp_path: Path) -> None:
     async def talk(client: httpx.AsyncClient, registry: Registry) -> None:
         push(registry, artifact(1), "v", tenant="storing")
@@ -112,7 +167,10 @@ def test_tenants_and_keys_come_a_page_at_a_time(tmp_path: Path) -> None:
             ["t0", "t1"],
             ["t2"],
         ]
-        assert pages[0][1]["num_variants"] == 1
+        storing = pages[0][1]
+        assert (storing["num_variants"], storing["num_versions"]) == (1, 1)
+        nothing = {"requests_last_minute": 0, "tokens_last_minute": 0, "running": 0, "uploads": 0}
+        assert storing["usage"] == {**nothing, "stored_bytes": len(artifact(1)), "pinned": 0}
         pages = await pages_of(client, "/keys", "keys", limit=3)
         assert [len(page) for page in pages] == [3, 1]
         assert [each["id"] for page in pages for each in page] == list(keys.records())

@@ -74,6 +74,27 @@ def test_totals_grow_with_what_is_done(server: LiveServer) -> None:
     assert listed["tokens"] >= usage["total_tokens"]
 
 
+def test_loads_and_cold_starts_are_counted_by_stage(server: LiveServer) -> None:
+    server.unload_all()
+
+    def counts() -> tuple[dict[tuple[str, str], int], int]:
+        document = stats_of(server)
+        for each in (*document["loads"], *document["cold_starts"], document["first_token"]):
+            assert sum(each["buckets"]) == each["count"]
+            assert len(each["buckets"]) == len(document["duration_bounds_s"]) + 1
+        loads = {(each["source"], each["stage"]): each["count"] for each in document["loads"]}
+        return loads, sum(each["count"] for each in document["cold_starts"])
+
+    (loads, cold), body = counts(), {"prompt": "hello", "max_new_tokens": 1}
+    assert server.client.post("/generate?variant=third", json=body).status_code == 200
+    loaded, colder = counts()
+    assert colder == cold + 1
+    grown = {key for key, count in loaded.items() if count > loads[key]}
+    assert {stage for _, stage in grown} >= {"copy", "total"}
+    assert server.client.post("/generate?variant=third", json=body).status_code == 200
+    assert counts() == (loaded, colder)
+
+
 def test_statistics_are_shown_before_an_engine_is_ready(artifacts: Artifacts, tmp_path: Any) -> None:
     async def main() -> httpx.Response:
         async with running_app(settings_of(artifacts.base, tmp_path / "registry")) as app:

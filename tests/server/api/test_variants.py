@@ -279,6 +279,32 @@ def test_an_invalid_range_is_refused(server: LiveServer, header: str, status: in
     assert error_of(reply)["code"] == {400: "invalid_request", 416: "range_not_satisfiable"}[status]
 
 
+def test_promotions_are_shown_as_history_and_rest_on_the_version_that_their_caller_saw(
+    server: LiveServer, artifacts: Artifacts
+) -> None:
+    name = "promoted"
+    for artifact in (artifacts.plain, artifacts.third):
+        server.upload(name, artifact)
+    server.upload(name, artifacts.spare[0], activate="false")
+
+    def promote(**body: Any) -> httpx.Response:
+        return server.client.patch(f"/variants/{name}", json=body)
+
+    assert server.client.get(f"/variants/{name}").json()["history"] == []
+    assert promote(active=1, if_active=2).status_code == 200
+    late = promote(active=3, if_active=2)
+    assert (late.status_code, error_of(late)["code"]) == (409, "conflict")
+    assert "version 1 is active now" in error_of(late)["message"]
+    document = server.client.get(f"/variants/{name}").json()
+    assert document["active"] == 1
+    assert [each["activate"] for each in document["versions"]] == [True, True, False]
+    (entry,) = document["history"]
+    assert (entry["version"], entry["key_id"]) == (1, None)
+    assert entry["promoted_at"] > document["versions"][2]["created_at"]
+    for body in ({"if_active": 1}, {"if_active": 1, "visibility": "public"}, {"active": 1, "if_active": -1}):
+        assert promote(**body).status_code == 400
+
+
 def test_models_are_listed_as_openai_clients_expect(server: LiveServer) -> None:
     document = server.client.get("/v1/models").json()
     cards = {card["id"]: card for card in document["data"]}

@@ -54,7 +54,39 @@ def test_totals_are_those_of_the_server_and_of_each_variant() -> None:
     metrics.engine.step_seconds.observe(0.5)
     metrics.engine.finished("acme", "math", "stop", 0.1)
     metrics.frontend.upload_bytes_total.inc(10)
+    metrics.engine.batch_requests.observe(5)
+    metrics.engine.batch_distinct_variants.observe(3)
     stats = stats_of(snapshot(metrics), [RESIDENT], 1e9)
+    assert (stats.engine.step_requests, stats.engine.step_variants) == (5, 3)
     assert (stats.requests.generation_tokens, stats.requests.prompt_tokens) == (20, 4)
     assert (stats.requests.finished, stats.engine.steps, stats.uploads.num_bytes) == (1, 1, 10)
     assert (stats.variants[0].tokens, stats.variants[0].finished) == (8, 1)
+
+
+def test_loads_and_cold_starts_have_counts_sums_and_buckets_by_source_and_stage() -> None:
+    metrics = BothMetrics()
+    for seconds in (0.02, 0.03, 500.0):
+        metrics.engine.variant_load_seconds.labels("disk", "read").observe(seconds)
+    metrics.engine.cold_start_seconds.labels("host").observe(0.7)
+    metrics.engine.time_to_first_token_seconds.observe(0.1)
+    stats = stats_of(snapshot(metrics), [], 1e9)
+    loads = {(each.source, each.stage): each for each in stats.loads}
+    assert set(loads) == {
+        (source, stage)
+        for source in ("store", "disk", "host")
+        for stage in ("fetch", "read", "copy", "total")
+    }
+    read = loads["disk", "read"]
+    assert (read.count, read.sum_s) == (3, 500.05)
+    bounds = stats.duration_bounds_s
+    assert len(read.buckets) == len(bounds) + 1
+    assert (read.buckets[bounds.index(0.025)], read.buckets[bounds.index(0.05)], read.buckets[-1]) == (
+        1,
+        1,
+        1,
+    )
+    assert loads["disk", "copy"].count == 0
+    cold = {each.source: each for each in stats.cold_starts}
+    assert (cold["host"].count, cold["host"].sum_s, cold["host"].stage) == (1, 0.7, None)
+    assert cold["host"].buckets[bounds.index(1)] == 1
+    assert (stats.first_token.count, stats.first_token.source) == (1, None)

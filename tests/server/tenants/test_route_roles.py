@@ -62,6 +62,8 @@ CALLS: Mapping[tuple[str, str], Call] = {
     ("GET", "/openapi.json"): Call(200),
     ("GET", "/docs"): Call(200),
     ("GET", "/docs/{asset}"): Call(200),
+    ("GET", "/"): Call(200),
+    ("GET", "/console/{asset}"): Call(200),
     ("GET", "/metrics"): Call(200),
     ("GET", "/stats"): Call(200),
     ("POST", "/generate"): Call(
@@ -93,6 +95,7 @@ CALLS: Mapping[tuple[str, str], Call] = {
         200, "owned", json={"lora_name": TARGET}, before=("POST", "/v1/load_lora_adapter")
     ),
     ("GET", "/me"): Call(200),
+    ("GET", "/changes"): Call(200),
     ("GET", "/tenants"): Call(200),
     ("PUT", "/tenants/{name}"): Call(200, json={}),
     ("POST", "/keys"): Call(201, json={"tenant": "acme", "roles": ["inference"]}),
@@ -115,7 +118,7 @@ class Table:
         call, (method, path) = CALLS[route], route
         params = {name: value.replace(TARGET, target) for name, value in call.params.items()}
         if caller == "admin" and not path.startswith(
-            ("/keys", "/health", "/ready", "/metrics", "/stats", "/openapi", "/docs")
+            ("/keys", "/health", "/ready", "/metrics", "/stats", "/changes", "/openapi", "/docs")
         ):
             params["tenant"] = "acme"
         key_id = self.keys.create(self.auditor, "acme", ["inference"]).id if "{key_id}" in path else ""
@@ -125,7 +128,7 @@ class Table:
                 name=target,
                 model_id=target,
                 key_id=key_id,
-                asset="swagger-ui.css",
+                asset="app.js" if path.startswith("/console") else "swagger-ui.css",
             ),
             params=params,
             json=with_target(call.json, target),

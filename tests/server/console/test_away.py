@@ -1,0 +1,200 @@
+"""The console with keys, with very many variants, and with a server that goes away and comes back."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from deltastore.registry import Registry
+from server.tenants.changes import AuditLog, Auditor
+from server.tenants.keys import KeyStore
+from server.tenants.tenant import Role
+from tests.deltastore.helpers.crash_storage import artifact, push
+from tests.server.console.helpers.browser import opened
+from tests.server.helpers.live_server import Artifacts, LiveServer, free_port, live_server
+
+NUM_VARIANTS = 10_000
+
+
+@pytest.fixture(scope="module")
+def keyed(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Run a server with keys and an admin port of its own, which `url` names."""
+    registry, port = tmp_path_factory.mktemp("keyed") / "registry", free_port()
+    options = ("--auth", "keys", "--admin-port", port, "--max-gpu-deltas", 2)
+    with live_server(artifacts.base, registry, *options) as server:
+        server.url = f"http://127.0.0.1:{port}"
+        yield server
+
+
+def key(server: LiveServer, tenant: str, role: Role, expires_in_s: int | None = None) -> str:
+    ends = None if expires_in_s is None else datetime.now(UTC) + timedelta(seconds=expires_in_s)
+    auditor = Auditor(AuditLog(server.registry))
+    return KeyStore(server.registry).create(auditor, tenant, [role], ends).text
+
+
+def sign_in(page: Page, text: str, *, kept: bool = False) -> None:
+    page.get_by_label("API key").fill(text)
+    page.get_by_label("Keep it").set_checked(kept)
+    page.get_by_role("button", name="Open").click()
+
+
+def test_a_key_is_asked_for_and_is_in_no_cookie_and_no_address(browser: Browser, keyed: LiveServer) -> None:
+    admin = key(keyed, "ops", "admin")
+    with opened(browser, keyed.url, lost=True) as page:
+        addresses: list[str] = []
+        page.on("request", lambda request: addresses.append(request.url))
+        sign_in(page, "wrong-key")
+        expect(page.get_by_text("API key", exact=False).first).to_be_visible()
+        expect(page.get_by_role("button", name="Open")).to_be_visible()
+        sign_in(page, admin)
+        expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
+        assert page.context.cookies() == []
+        assert not any(admin in address for address in [*addresses, page.url])
+        assert page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}])") == "[{},{}]"
+        # In memory alone: a reload asks again.
+        page.reload()
+        sign_in(page, admin, kept=True)
+        expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
+        page.reload()
+        expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
+        page.get_by_role("button", name="Sign out").click()
+        expect(page.get_by_label("API key")).to_be_visible()
+        assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_a_key_that_expires_asks_for_another_one(browser: Browser, keyed: LiveServer) -> None:
+    short = key(keyed, "ops", "admin", 6)
+    with opened(browser, keyed.url, lost=True) as page:
+        sign_in(page, short)
+        expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
+        expect(page.get_by_label("API key")).to_be_visible()
+        sign_in(page, key(keyed, "ops", "admin"))
+        expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
+
+
+def test_a_key_without_the_role_admin_sees_its_own_variants_and_is_told_of_the_rest(
+    browser: Browser, keyed: LiveServer
+) -> None:
+    push(Registry(keyed.registry), artifact(1), "mine", tenant="acme")
+    with opened(browser, keyed.url, lost=True) as page:
+        sign_in(page, key(keyed, "acme", "inference"))
+        expect(page.get_by_text("This key does not see the server's figures")).to_be_visible()
+        expect(page.get_by_role("link", name="Tenants")).to_have_count(0)
+        page.get_by_role("link", name="Variants").first.click()
+        page.get_by_role("link", name="mine").click()
+        expect(page.get_by_text("v1 active")).to_be_visible()
+        for name in ("Upload version…", "Delete…"):
+            expect(page.get_by_role("button", name=name)).to_have_count(0)
+
+
+def test_an_administrator_acts_for_another_tenant(browser: Browser, keyed: LiveServer) -> None:
+    registry = Registry(keyed.registry)
+    for seed in (1, 2):
+        push(registry, artifact(seed), "theirs", tenant="globex")
+    with opened(browser, keyed.url, lost=True) as page:
+        sign_in(page, key(keyed, "ops", "admin"))
+        page.get_by_label("Tenant").select_option("globex")
+        page.get_by_role("link", name="Variants").first.click()
+        page.get_by_role("link", name="theirs").click()
+        page.get_by_role("button", name="Roll back to v1…").click()
+        page.get_by_role("dialog").get_by_role("button", name="Roll back to v1").click()
+        expect(page.get_by_text("v1 active")).to_be_visible()
+        expect(page.get_by_role("region", name="History").get_by_role("listitem").first).to_contain_text(
+            "key "
+        )
+    assert registry.summary("globex", "theirs").active == 1
+
+
+def test_ten_thousand_variants_are_paged_and_searched(browser: Browser, keyed: LiveServer) -> None:
+    fill(keyed.registry, "many")
+    with opened(browser, keyed.url, lost=True) as page:
+        sign_in(page, key(keyed, "many", "publish"))
+        page.get_by_role("link", name="Variants").first.click()
+        expect(page.get_by_text("1–50 of 10,000")).to_be_visible()
+        expect(page.get_by_role("table", name="Variants").get_by_role("row")).to_have_count(51)
+        page.get_by_role("button", name="Next").click()
+        expect(page.get_by_text("51–100 of 10,000")).to_be_visible()
+        expect(page.get_by_role("link", name="v-00050")).to_be_visible()
+        page.get_by_role("button", name="Previous").click()
+        expect(page.get_by_role("link", name="v-00000")).to_be_visible()
+        page.get_by_label("Search by name").fill("V-0999")
+        expect(page.get_by_text("10 variants")).to_be_visible()
+        expect(page.get_by_role("link", name="v-09999")).to_be_visible()
+        page.get_by_label("Search by name").fill("nothing")
+        expect(page.get_by_text("No name has this part")).to_be_visible()
+        metrics = page.context.new_cdp_session(page)
+        metrics.send("Performance.enable")
+        page.get_by_label("Search by name").fill("")
+        expect(page.get_by_text("1–50 of 10,000")).to_be_visible()
+        values = {each["name"]: each["value"] for each in metrics.send("Performance.getMetrics")["metrics"]}
+        assert values["Nodes"] < 20_000
+
+
+def fill(registry: Path, tenant: str) -> None:
+    """Make variants of one by links to the files of one, as publishing each would take minutes."""
+    push(Registry(registry), artifact(7), "v-00000", tenant=tenant)
+    first = registry / "variants" / tenant / "v-00000" / "1.json"
+    (report,) = (registry / "reports" / tenant).glob("v-00000~*")
+    text = first.read_text()
+    for number in range(1, NUM_VARIANTS):
+        name = f"v-{number:05}"
+        directory = first.parent.parent / name
+        directory.mkdir()
+        (directory / "1.json").write_text(text.replace("v-00000", name))
+        (report.parent / report.name.replace("v-00000", name)).hardlink_to(report)
+
+
+def test_a_server_that_goes_away_and_comes_back_is_said_and_seen(
+    browser: Browser, artifacts: Artifacts, tmp_path: Path
+) -> None:
+    port = free_port()
+    registry = tmp_path / "registry"
+    with live_server(artifacts.base, registry, "--port", port) as server:
+        assert server.upload("staying", artifacts.plain).status_code == 201
+        with opened(browser, server.url, lost=True) as page:
+            expect(page.locator(".state.ready")).to_be_visible()
+            server.stop()
+            expect(page.get_by_text("The server has not answered since")).to_be_visible()
+            expect(page.locator(".state.away")).to_be_visible()
+            # What was known stays.
+            expect(page.get_by_role("region", name="Last changes")).to_contain_text("staying")
+            page.get_by_role("link", name="Variants").first.click()
+            expect(page.get_by_text("the server does not answer")).to_be_visible()
+            with live_server(artifacts.base, registry, "--port", port):
+                expect(page.get_by_text("The server answers again")).to_be_visible(timeout=60_000)
+                expect(page.get_by_text("The server has not answered since")).to_have_count(0)
+                expect(page.get_by_role("link", name="staying")).to_be_visible()
+                page.get_by_role("link", name="Overview").click()
+                expect(page.locator(".state.ready")).to_be_visible()
+
+
+def test_a_hidden_page_asks_for_nothing_and_one_that_is_seen_asks_once_a_second(
+    browser: Browser, keyed: LiveServer
+) -> None:
+    with opened(browser, keyed.url, lost=True) as page:
+        sign_in(page, key(keyed, "ops", "admin"))
+        expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
+        asked: list[float] = []
+        page.on(
+            "request",
+            lambda request: asked.append(time.monotonic()) if re.search("/stats$", request.url) else None,
+        )
+        page.wait_for_timeout(5000)
+        assert 3 <= len(asked) <= 6
+        page.evaluate(
+            "Object.defineProperty(document, 'hidden', {value: true, configurable: true});"
+            "document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        page.wait_for_timeout(1500)
+        asked.clear()
+        page.wait_for_timeout(3000)
+        assert asked == []
+        page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+        page.wait_for_timeout(1500)
+        assert asked

@@ -153,6 +153,11 @@ class Checkpoint:
             _fill(tensor, stored, start)
         return tensor
 
+    @property
+    def stored_config(self) -> Mapping[str, Any]:
+        """The document of `config.json`, which for a wrapper is not that of its text model."""
+        return self.config if self.wrapper is None else self.wrapper.config
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every tensor's shape by name."""
         return {name: stored.shape for name, stored in self.tensors.items()}

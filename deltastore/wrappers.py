@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from deltastore.architecture import WITHOUT_EFFECT, parse_config, refused
-from deltastore.errors import failures_as
+from deltastore.errors import NotServable, failures_as
 
 # Model types that compute from text alone what their text model computes; a test compares them. Others may not: some
 # let all tokens of a prompt attend to each other.
@@ -135,6 +135,19 @@ def _text_form(document: str) -> TextForm | None:
 
 def _path(model: Any, module: Any) -> str:
     return next(str(path) for path, found in model.named_modules() if found is module)
+
+
+def check_text_alone(config: Mapping[str, Any]) -> None:
+    """Refuse the `config.json` of a wrapper, for vLLM, which runs it with its towers.
+
+    Raises:
+        NotServable: it is one.
+    """
+    if (model_type := config.get("model_type")) in WRAPPERS:
+        raise NotServable(
+            f"model type {model_type!r}: vLLM runs it with its towers for images or sound, beside which deltas are not "
+            "applied yet: serve it with --backend native"
+        )
 
 
 def tower_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -131,7 +131,12 @@ _VISION: Mapping[str, Any] = {
 
 def _text(architecture: str, **more: Any) -> dict[str, Any]:
     # Sizes that a served text model has, too.
-    return {**_COMMON, **{**MORE_SERVED, **SERVED_TOO, **ARCHITECTURES}[architecture], "model_type": architecture, **more}
+    return {
+        **_COMMON,
+        **{**MORE_SERVED, **SERVED_TOO, **ARCHITECTURES}[architecture],
+        "model_type": architecture,
+        **more,
+    }
 
 
 # A text model beside towers, whose placeholders are ids of the vocabulary.
@@ -228,7 +233,9 @@ def make_pair(
 def tiny_config(architecture: str, **config: Any) -> Any:
     """Return the configuration of an architecture's tiny base, with overrides."""
     common = {} if architecture in WRAPPERS else _COMMON
-    return AutoConfig.for_model(architecture, **copy.deepcopy({**common, **_OVERRIDES[architecture], **config}))
+    return AutoConfig.for_model(
+        architecture, **copy.deepcopy({**common, **_OVERRIDES[architecture], **config})
+    )
 
 
 def make_base(
@@ -305,6 +312,15 @@ def _drawn(name: str, tensor: Tensor, spread: float, generator: torch.Generator)
         return (tensor.float() + 0.2 * noise).to(tensor.dtype)
     # A large embedding would make the last token alone decide the next one.
     return ((spread / 8 if "embed" in name else spread) * noise).to(tensor.dtype)
+
+
+def load_whole(directory: Path) -> Any:
+    """Load a checkpoint as transformers does, in float32; a wrapper with its towers."""
+    is_wrapper = AutoConfig.from_pretrained(directory).model_type in WRAPPERS
+    loader: Any = AutoModelForImageTextToText if is_wrapper else AutoModelForCausalLM
+    model, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"], info
+    return model.eval()
 
 
 def is_tower(name: str) -> bool:

@@ -9,7 +9,10 @@ from tests.server.helpers.served import PAGE_TOKENS
 from tests.vllm.helpers.environment import NOT_SERVED, tables_of
 
 # Of bases and settings, which no request can meet.
-AT_START = {"vision towers, experts, stages of a pipeline"}
+AT_START = {
+    "Gemma 3 from 4B, Gemma 4, Mistral 3 (`gemma3`, `gemma4`, `mistral3`)",
+    "vision towers, experts, stages of a pipeline",
+}
 
 
 def test_the_page_names_what_tests_see_refused_and_nothing_else() -> None:

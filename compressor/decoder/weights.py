@@ -215,12 +215,12 @@ class DeltaModel:
         rows = self.shape(embedding)[0] if embedding else None
         config = with_ends(base, manifest.tied, rows, manifest.config.get(POSITIONS))
         if rows is not None:
-            own = {**usable_ids(self.base.config, rows), **usable_ids(ids, rows)}
+            kept = {**usable_ids(self.base.config, rows), **usable_ids(ids, rows)}
             for part in (config, config.get("text_config")):
                 if isinstance(part, dict):
-                    usable = {**usable_ids(part, rows), **own}
+                    usable = {**usable_ids(part, rows), **kept}
                     part.update({key: usable.get(key) for key in TOKEN_IDS if key in part})
-            config |= own
+            config |= kept
         return config
 
     @property

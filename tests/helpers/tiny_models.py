@@ -248,7 +248,8 @@ def make_base(
     """Write a random checkpoint of a configuration and its tokenizer, and return the model."""
     generator = generator or torch.Generator().manual_seed(0)
     base = _model(settings, dtype)
-    for name, parameter in base.named_parameters():
+    # Towers last, so that a wrapper's text model has the values of the text model alone.
+    for name, parameter in sorted(base.named_parameters(), key=lambda each: is_tower(each[0])):
         parameter.data = _drawn(name, parameter.data, _COMMON["initializer_range"], generator)
     base.tie_weights()
     _save(base, make_tokenizer(), directory, max_shard_size)

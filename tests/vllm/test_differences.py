@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltastore.errors import NotServable
 from server.engine import vllm_admission
+from server.engine.vllm_backend import build_vllm_engine
 from server.model import loader
-from tests.helpers.tiny_models import ARCHITECTURES, MORE_SERVED
+from server.settings import Settings
+from tests.helpers.tiny_models import ARCHITECTURES, MORE_SERVED, WRAPPERS, make_pair
 from tests.server.helpers.served import PAGE_TOKENS
 from tests.vllm.helpers.environment import NOT_SERVED, tables_of
 
@@ -32,3 +41,14 @@ def test_the_page_has_the_sizes_of_pages() -> None:
 def test_the_page_lists_the_types_that_tests_serve() -> None:
     (types,) = tables_of("Model types")
     assert types.keys() == {f"`{name}`" for name in (*ARCHITECTURES, *MORE_SERVED)}
+
+
+@pytest.mark.parametrize("architecture", WRAPPERS)
+def test_a_base_with_towers_is_refused_at_start_by_name(architecture: str, tmp_path: Path) -> None:
+    settings = Settings(base=make_pair(architecture, tmp_path, changes=()).base, backend="vllm", device="cpu")
+    # It ends before it uses any of them.
+    unused: Any = None
+    with pytest.raises(NotServable, match=f"'{architecture}': .* --backend native"):
+        build_vllm_engine(settings, unused, unused, unused, threading.Event())
+    (row,) = (name for name in AT_START if f"`{architecture}`" in name)
+    assert row

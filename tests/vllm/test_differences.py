@@ -45,7 +45,8 @@ def test_the_page_lists_the_types_that_tests_serve() -> None:
 
 @pytest.mark.parametrize("architecture", WRAPPERS)
 def test_a_base_with_towers_is_refused_at_start_by_name(architecture: str, tmp_path: Path) -> None:
-    settings = Settings(base=make_pair(architecture, tmp_path, changes=()).base, backend="vllm", device="cpu")
+    base = make_pair(architecture, tmp_path, changes=()).base
+    settings = Settings(base=base, registry=str(tmp_path / "registry"), backend="vllm", device="cpu")
     # It ends before it uses any of them.
     unused: Any = None
     with pytest.raises(NotServable, match=f"'{architecture}': .* --backend native"):

@@ -74,8 +74,9 @@ def _check_files(adapter: Path, base: Path) -> None:
             f"{adapter}: no {WEIGHTS_FILE} in it; adapter_model.bin is a pickle and is not loaded: "
             "convert it, by loading it once with peft and saving it again"
         )
-    stored = Checkpoint.open(base).tensors.values()
-    needed = MERGED_BYTES * sum(math.prod(tensor.shape) for tensor in stored)
+    opened = Checkpoint.open(base)
+    towers = () if opened.wrapper is None else opened.wrapper.towers.values()
+    needed = MERGED_BYTES * sum(math.prod(tensor.shape) for tensor in (*opened.tensors.values(), *towers))
     directory, way_out = Path(tempfile.gettempdir()), "set TMPDIR to a directory on a larger disk"
     check_free_disk(directory, needed, "the merged adapter takes", way_out)
 

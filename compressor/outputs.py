@@ -100,7 +100,7 @@ def check_written(path: Path, where: str, base: Checkpoint, identity: Base) -> N
         check_artifact(artifact)
         check_base(artifact, identity)
         model = DeltaModel(base, artifact)
-        check_config(model.config, base.config, where)
+        check_config(model.stored_config, base.stored_config, where)
         files = {name: artifact.file(name) for name in artifact.manifest.files}
         rows = MAX_ROWS if base.embedding_name is None else model.shape(base.embedding_name)[0]
         check_files(files, base.path, rows, where)

@@ -39,6 +39,7 @@ from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane, largest_of_plane, largest_of_residual
 from deltastore.format.sizes import is_matrix
 from deltastore.format.validate import LARGEST_SCALE
+from deltastore.wrappers import tower_differences
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -373,6 +374,54 @@ def _is_model(name: str, given: str, directory: Path) -> bool:
     # A directory is most often named after the last part of the model's id.
     last = name.lower().rpartition("/")[2]
     return last in (directory.name.lower(), directory.resolve().name.lower())
+
+
+def check_towers(base: Checkpoint, finetune: Checkpoint) -> None:
+    """Refuse a fine-tune whose towers for images or sound are not its base's: a delta carries the text model alone.
+
+    Reads them up to the first differences. Warns of towers that the base lacks, and of their other settings.
+
+    Raises:
+        CheckpointError: a tower's tensor differs.
+    """
+    if finetune.wrapper is None:
+        return
+    towers = finetune.wrapper.towers
+    if base.wrapper is None:
+        if towers:
+            warn(
+                f"{finetune.path}: towers for images or sound ({listed(sorted(towers))}): left out of the delta, "
+                f"because {base.path} is a text model alone"
+            )
+        return
+    known = base.wrapper.towers
+    different = [
+        name
+        for name in sorted(towers)
+        if name not in known or not _is_same_tower(base, known[name], finetune, towers[name])
+    ]
+    if different:
+        raise CheckpointError(
+            f"{finetune.path}: its towers for images or sound differ from those of {base.path} "
+            f"({listed(different)}), and a delta carries the text model alone: train it with frozen towers, or save it "
+            "with the base's towers if its answers to text are wanted"
+        )
+    if fields := tower_differences(base.wrapper.config, finetune.wrapper.config):
+        warn(
+            f"{finetune.path}: its configuration differs from that of {base.path} in {listed(fields)}, which its text "
+            "model does not read: the base's stay"
+        )
+
+
+def _is_same_tower(base: Checkpoint, one: StoredTensor, finetune: Checkpoint, other: StoredTensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    for rows in row_blocks(one.shape):
+        a, b = base.read_stored(one, rows), finetune.read_stored(other, rows)
+        # Either may have been rounded to its dtype when it was saved.
+        if not (torch.equal(a.to(b.dtype), b) or torch.equal(b.to(a.dtype), a)):
+            return False
+    return True
 
 
 Zeros = Literal["alternate", "fitted"]  # how differences of exactly zero are coded

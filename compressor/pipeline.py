@@ -32,6 +32,7 @@ from compressor.pairs import (
     changed_names,
     check_order,
     check_related,
+    check_towers,
     delta_tensors,
     pair_up,
 )
@@ -148,6 +149,7 @@ def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str,
     needed_bytes = disk_bytes(config, pairs, coded, files)
     check_free_disk(config.out.parent, needed_bytes, "compressing needs up to")
     check_memory(config, pairs, coded)
+    check_towers(pairs.base, pairs.finetune)
     if not config.any_base:
         check_related(pairs)
     base = _identify(pairs.base, config)

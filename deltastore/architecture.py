@@ -98,7 +98,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    with failures_as(_refused):
+    with failures_as(refused):
         if config.get("model_type") not in CONFIG_MAPPING:
             return None
         _check_counts(config)
@@ -114,7 +114,7 @@ def _without_dtypes(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refused(reason: str) -> CheckpointError:
+def refused(reason: str) -> CheckpointError:
     return CheckpointError(f"config.json: transformers refuses it: {reason}; fetch the file again")
 
 
@@ -187,7 +187,7 @@ def _read_by_model(document: str) -> Reading | None:
     # One that needs no library, whatever the configuration names.
     parsed._attn_implementation = "eager"
     reads.watch(parsed, ())
-    with failures_as(_refused), torch.device("meta"), torch.no_grad():
+    with failures_as(refused), torch.device("meta"), torch.no_grad():
         model = model_class(own).eval().to(torch.bfloat16)
     if not _runs(model):
         reads.add_source(model_class, parsed)
@@ -206,7 +206,7 @@ def _read_by_model(document: str) -> Reading | None:
 def _runs(model: nn.Module) -> bool:
     """Run a model on the meta device; False if its code looks at values, which are not there."""
     try:
-        with failures_as(_refused), torch.device("meta"), torch.no_grad():
+        with failures_as(refused), torch.device("meta"), torch.no_grad():
             model(input_ids=torch.zeros((1, PROBE_TOKENS), dtype=torch.int64))
     except CheckpointError:
         return False

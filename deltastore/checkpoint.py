@@ -2,7 +2,8 @@
 
 Tensors are read with `pread` into memory that the caller owns, whole or by rows. Files are never mapped: a file that
 shrinks while it is read raises an error, not SIGBUS. Opening a checkpoint decides, as transformers does when it loads
-one, whether the output head is the input embedding. Must not know model classes.
+one, whether the output head is the input embedding. A checkpoint of a wrapper, which also reads images or sound, is
+opened as that of its text model. Must not know model classes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from deltastore.architecture import ends_of
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.header import open_file, parse_json, read_header, read_into
+from deltastore.wrappers import TextForm, text_form
 
 TORCH_DTYPE: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
@@ -61,14 +63,29 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Wrapper:
+    """The parts of a wrapper's checkpoint that are not its text model's."""
+
+    config: Mapping[str, Any]  # of `config.json`
+    towers: Mapping[str, StoredTensor]  # by the wrapper's parameter; each has its stored name
+    _stored: Mapping[str, str]  # by the name in the text model
+    _form: TextForm
+
+    def stored_name(self, name: str) -> str:
+        """Return the name in the wrapper's files of a tensor of the text model."""
+        return self._stored.get(name) or self._form.parameter(name)
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened checkpoint: its configuration and the location of every tensor."""
+    """An opened checkpoint: its configuration and the location of every tensor, which are the text model's."""
 
     path: Path
     config: Mapping[str, Any]
     # In the order of the checkpoint's shards. A tensor that embedding and head share is there once, as the embedding.
     tensors: Mapping[str, StoredTensor]
     tied: bool  # the output head is the input embedding
+    wrapper: Wrapper | None = None
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
@@ -99,7 +116,14 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path}: its safetensors files hold no tensors: fetch the checkpoint again"
             )
-        return _with_ends(path, config, tensors)
+        try:
+            form = text_form(config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}/{error}") from error
+        if form is None:
+            return _with_ends(path, config, tensors)
+        own, wrapper = _unwrapped_text(path, config, tensors, form)
+        return replace(_with_ends(path, form.config, own), wrapper=wrapper)
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Read a tensor, or a contiguous run of its rows, in its stored dtype into newly allocated memory.
@@ -112,7 +136,10 @@ class Checkpoint:
             CheckpointError: Its shard is missing or has become shorter.
             ValueError: `rows` has another step than 1.
         """
-        stored = self.tensors[name]
+        return self.read_stored(self.tensors[name], rows)
+
+    def read_stored(self, stored: StoredTensor, rows: slice = slice(None)) -> Tensor:
+        """Read a tensor by its location, which may be in a tower, as `read` does."""
         if rows == slice(None):
             shape, start = stored.shape, 0
         else:
@@ -125,6 +152,11 @@ class Checkpoint:
         if tensor.numel():
             _fill(tensor, stored, start)
         return tensor
+
+    @property
+    def stored_config(self) -> Mapping[str, Any]:
+        """The document of `config.json`, which for a wrapper is not that of its text model."""
+        return self.config if self.wrapper is None else self.wrapper.config
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every tensor's shape by name."""
@@ -143,6 +175,35 @@ class Checkpoint:
 
 def _first(names: Iterable[str], suffixes: tuple[str, ...]) -> str | None:
     return next((name for name in names if name.endswith(suffixes)), None)
+
+
+def _unwrapped_text(
+    path: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], form: TextForm
+) -> tuple[dict[str, StoredTensor], Wrapper]:
+    """Divide a wrapper's tensors into those of its text model, by the names that they have there, and its towers'.
+
+    Raises:
+        CheckpointError: two tensors are one parameter, or there are only towers.
+    """
+    own: dict[str, StoredTensor] = {}
+    towers: dict[str, StoredTensor] = {}
+    stored_names = {}
+    for stored, (name, is_tower) in form.names(tensors).items():
+        part = towers if is_tower else own
+        if name in part:
+            raise CheckpointError(
+                f"{path}: {shown(stored)} is tensor {shown(name)} of the model, which is there under another name, "
+                "too: save the model again"
+            )
+        part[name] = tensors[stored] if is_tower else replace(tensors[stored], name=name)
+        if not is_tower:
+            stored_names[name] = stored
+    if not own:
+        raise CheckpointError(
+            f"{path}: its tensors are those of towers for images or sound, and its text model is in none of its "
+            "shards: fetch the checkpoint again"
+        )
+    return own, Wrapper(config, towers, stored_names, form)
 
 
 def _with_ends(path: Path, config: Mapping[str, Any], tensors: dict[str, StoredTensor]) -> Checkpoint:

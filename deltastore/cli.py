@@ -104,12 +104,14 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
+    from deltastore.wrappers import text_config
+
     with failures_as(
         lambda reason: CheckpointError(
             f"{directory}: transformers builds no language model from it: {reason}"
         )
     ):
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     stored = revert_weight_conversion(model, dict(model.named_parameters()))

@@ -18,6 +18,7 @@ from transformers.activations import XIELUActivation
 
 from deltastore.checkpoint import TORCH_DTYPE, Checkpoint
 from deltastore.errors import CheckpointError, NotServable, failures_as
+from deltastore.wrappers import text_config
 
 # How a delta acts on a module's own parameters. Those of norms and activations are vectors of one token's features.
 ModuleKind = Literal["linear", "embedding", "norm", "activation"]
@@ -42,6 +43,8 @@ def servable_model(directory: Path) -> PreTrainedModel:
 def read_config(directory: Path) -> Any:
     """Return the transformers configuration of a causal language model that is not quantised.
 
+    That of a wrapper, which also reads images or sound, is its text model's.
+
     Raises:
         CheckpointError, NotServable: as `servable_model`.
     """
@@ -49,6 +52,7 @@ def read_config(directory: Path) -> Any:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise NotServable(f"{directory}: it is quantised: serve the base in bfloat16, float16 or float32")
+    config = text_config(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise NotServable(f"model type {config.model_type!r} is no causal language model of transformers")
     if (text := config.get_text_config()) is not config:

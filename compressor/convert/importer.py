@@ -40,6 +40,7 @@ from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane
 from deltastore.format.sizes import FP16_BYTES
 from deltastore.format.validate import LARGEST_SCALE
+from deltastore.wrappers import own_document
 
 Kind = Literal["bitdelta", "per-axis"]
 WORD_BITS = 32
@@ -341,7 +342,7 @@ def _open_finetune(directory: Path, base: Checkpoint) -> Checkpoint:
     if any((directory / file).is_file() for file in (SINGLE_FILE, INDEX_FILE)):
         finetune = Checkpoint.open(directory)
     else:
-        config = _read_config(directory / "config.json")
+        config = own_document(_read_config(directory / "config.json"))
         finetune = Checkpoint(directory, config, {}, tied=_is_tied(config, base))
     check_architecture(base.config, finetune.config, base.path, directory)
     return finetune

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from compressor.decoder.weights import DeltaModel
 from compressor.outputs import check_free_disk, check_not_an_input
 from compressor.pairs import is_finite
 from compressor.sources import TOKEN_IDS, checkpoint_directory, is_template, tokenizer_files, usable_ids
-from deltastore.checkpoint import DTYPE_NAME, INDEX_FILE, SINGLE_FILE, TORCH_DTYPE, Checkpoint
+from deltastore.checkpoint import DTYPE_NAME, INDEX_FILE, SINGLE_FILE, TORCH_DTYPE, Checkpoint, StoredTensor
 from deltastore.console import byte_progress, identify_base
 from deltastore.errors import StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
@@ -181,7 +182,7 @@ def merge(config: MergeConfig) -> MergeResult:
     return MergeResult(config.out, dtype, len(shards), size_bytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _MergedModel:
     """The merged model's tensors and files."""
 
@@ -197,8 +198,25 @@ class _MergedModel:
         return self.model.artifact
 
     def outputs(self) -> list[OutputTensor]:
-        """Return every tensor in layer order; a head only if it is not tied."""
-        return [self._output(name) for name in self.model.tensors]
+        """Return every tensor in layer order, a head only if it is not tied, and then those of the base's towers."""
+        return [
+            *map(self._output, self.model.tensors),
+            *(OutputTensor(each.name, each.dtype, each.shape) for each in self._towers.values()),
+        ]
+
+    @cached_property
+    def _towers(self) -> dict[str, StoredTensor]:
+        """The base's tensors that no delta changes, by their names in its files."""
+        wrapper = self.base.wrapper
+        return {} if wrapper is None else {each.name: each for each in wrapper.towers.values()}
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """The name in the model of each tensor of it, by the name that it gets in the base's form."""
+        return {self._stored_name(name): name for name in self.model.tensors}
+
+    def _stored_name(self, name: str) -> str:
+        return name if self.base.wrapper is None else self.base.wrapper.stored_name(name)
 
     def blocks(self, output: OutputTensor) -> Iterator[Tensor]:
         """Yield the values of one tensor in row blocks."""
@@ -210,23 +228,28 @@ class _MergedModel:
             yield block
 
     def _merged(self, output: OutputTensor) -> Iterator[Tensor]:
-        spec = self.artifact.manifest.tensors.get(output.name)
+        if (tower := self._towers.get(output.name)) is not None:
+            for rows in row_blocks(tower.shape, BLOCK_NUMEL):
+                yield self.base.read_stored(tower, rows)
+            return
+        name = self._names[output.name]
+        spec = self.artifact.manifest.tensors.get(name)
         if spec is not None and spec.codec == "whole":
-            for part in self.artifact.blocks(self.artifact.header.tensors[output.name]):
+            for part in self.artifact.blocks(self.artifact.header.tensors[name]):
                 yield part.to(self.dtype)
             return
-        source = self.model.source(output.name)
+        source = self.model.source(name)
         if spec is None:
             for rows in row_blocks(source.shape, BLOCK_NUMEL):
                 yield self.base.read(source.name, rows).to(TORCH_DTYPE[output.dtype])
             return
-        delta = self.artifact.onebit(output.name)
+        delta = self.artifact.onebit(name)
         for rows in row_blocks(source.shape, BLOCK_NUMEL):
             block = self.base.read(source.name, rows)
             merged = torch.empty(block.shape, dtype=self.dtype)
             merge_delta(block, delta, rows, merged)
             yield merged
-        if (added := self.artifact.added(output.name)) is not None:
+        if (added := self.artifact.added(name)) is not None:
             yield added.to(self.dtype)
 
     def files(self) -> dict[str, bytes]:
@@ -256,7 +279,7 @@ class _MergedModel:
         return generation if usable == facts else json.dumps(usable, indent=2).encode() + b"\n"
 
     def _config(self) -> dict[str, Any]:
-        config = self.model.config
+        config = self.model.stored_config
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         # The key of older versions of transformers.
         if "torch_dtype" in config:
@@ -266,7 +289,7 @@ class _MergedModel:
     def _output(self, name: str) -> OutputTensor:
         source = self.model.source(name)
         dtype = DTYPE_NAME[self.dtype] if source.dtype in FLOATS else source.dtype
-        return OutputTensor(name, dtype, self.model.shape(name))
+        return OutputTensor(self._stored_name(name), dtype, self.model.shape(name))
 
 
 def _own_dtype(base: Checkpoint) -> DtypeName:

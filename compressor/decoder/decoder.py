@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from compressor.decoder.weights import WeightMap, Weights
 from deltastore.errors import CheckpointError, failures_as, shown
+from deltastore.wrappers import WRAPPERS
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # a block's arguments without hidden states
 
@@ -112,11 +113,15 @@ def skeleton_of(weights: Weights, dtype: torch.dtype) -> Any:
 def whole_model(directory: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
     """Load a checkpoint's model whole through transformers, which makes up each parameter that it does not find.
 
+    A wrapper is loaded with its towers, because adapters and evaluations use transformers' own names.
+
     Raises:
         CheckpointError: transformers cannot load it, or finds none of its tensors for a parameter.
     """
     with failures_as(lambda reason: CheckpointError(f"{directory}: transformers cannot load it: {reason}")):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        loader: Any = AutoModelForImageTextToText if config.model_type in WRAPPERS else AutoModelForCausalLM
+        loaded: Any = loader.from_pretrained(
             directory, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
         model, info = loaded

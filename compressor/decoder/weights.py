@@ -198,6 +198,14 @@ class DeltaModel:
         Raises:
             ArtifactError: the delta's generation config is no JSON object.
         """
+        return self._changed(self.base.config)
+
+    @property
+    def stored_config(self) -> dict[str, Any]:
+        """The same in the form of the base's `config.json`, which may be a wrapper's."""
+        return self._changed(self.base.stored_config)
+
+    def _changed(self, base: Mapping[str, Any]) -> dict[str, Any]:
         manifest = self.artifact.manifest
         own = self.artifact.file(GENERATION_FILE) if GENERATION_FILE in manifest.files else b"{}"
         ids = parse_json(own, f"{self.artifact.where}: {GENERATION_FILE}")
@@ -205,10 +213,14 @@ class DeltaModel:
             raise ArtifactError(f"{self.artifact.where}: {GENERATION_FILE} holds no JSON object")
         embedding = self.base.embedding_name
         rows = self.shape(embedding)[0] if embedding else None
-        config = with_ends(self.base.config, manifest.tied, rows, manifest.config.get(POSITIONS))
+        config = with_ends(base, manifest.tied, rows, manifest.config.get(POSITIONS))
         if rows is not None:
-            unusable = {key: None for key in TOKEN_IDS if key in config}
-            config |= {**unusable, **usable_ids(self.base.config, rows), **usable_ids(ids, rows)}
+            kept = {**usable_ids(self.base.config, rows), **usable_ids(ids, rows)}
+            for part in (config, config.get("text_config")):
+                if isinstance(part, dict):
+                    usable = {**usable_ids(part, rows), **kept}
+                    part.update({key: usable.get(key) for key in TOKEN_IDS if key in part})
+            config |= kept
         return config
 
     @property

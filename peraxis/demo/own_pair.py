@@ -49,6 +49,7 @@ from deltastore.format.sizes import one_bit_plan
 from deltastore.memory import available_bytes
 from deltastore.registry.records import NAME, RESERVED
 from deltastore.servable import own_dtype, servable_model
+from deltastore.wrappers import own_document
 from peraxis.demo.service import ServerClient, running
 
 Progress = Callable[[str], None]
@@ -232,7 +233,7 @@ def _check_pair(pair: OwnPair, sources: Mapping[str, HubModel], progress: Progre
     _check_room(pair, model)
     if not _is_adapter(pair.finetune, sources):
         finetune_config = _file(pair.finetune, sources, "config.json")
-        configs = [_document(path) for path in (base_config, finetune_config)]
+        configs = [own_document(_document(path)) for path in (base_config, finetune_config)]
         check_architecture(configs[0], configs[1], pair.base, pair.finetune)
 
 
@@ -364,7 +365,7 @@ def _server_options(base_dir: Path) -> list[str]:
     """Return options that keep the server small: the pair may fill most of the machine."""
     # Without a host cache, a delta that was unloaded is read from disk again, which the cold start measures.
     options = ["--max-gpu-deltas", "2", "--max-num-seqs", "2", "--max-host-cache-gb", "0"]
-    longest = _document(base_dir / "config.json").get("max_position_embeddings")
+    longest = own_document(_document(base_dir / "config.json")).get("max_position_embeddings")
     if isinstance(longest, int) and longest > MAX_CONTEXT:
         options += ["--max-model-len", str(MAX_CONTEXT)]
     return options

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, convert
 
+from deltastore.errors import shown
 from server.errors import InvalidRequest
 from server.grammar.grammar import MAX_DEPTH, Tools
 
@@ -42,6 +43,9 @@ class RefusalPart(Struct, frozen=True, tag_field="type", tag="refusal"):
     """One part of an assistant's message."""
 
     refusal: str
+
+
+READ_PARTS = frozenset(str(each.__struct_config__.tag) for each in (TextPart, RefusalPart))
 
 
 class CalledFunction(Struct, frozen=True):
@@ -130,10 +134,12 @@ def check_conversation(messages: list[dict[str, Any]] | None, tools: list[dict[s
     """Refuse messages and tools of another form.
 
     Raises:
-        InvalidRequest: messages have too many values or too deep ones, or a field that is not supported.
+        InvalidRequest: messages have too many values or too deep ones, a field that is not supported, or images, sound
+            or files.
         ValidationError: a message or a tool has a field of another type.
     """
     _check_nesting(messages or ())
+    _check_parts(messages or ())
     parsed = convert({"messages": messages, "tools": tools}, _Given)
     _check_arguments(parsed.messages or ())
 
@@ -156,6 +162,20 @@ def _check_nesting(messages: Sequence[dict[str, Any]]) -> None:
     raise InvalidRequest(
         f"messages: they are nested more than {MAX_DEPTH} deep: make them flatter", "messages"
     )
+
+
+def _check_parts(messages: Sequence[dict[str, Any]]) -> None:
+    """Refuse parts of a message that are not text, such as images and sound, which OpenAI's API has."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in READ_PARTS:
+                raise InvalidRequest(
+                    f"messages.{number}.content: a part of type {shown(kind)}: only text is read here, and no images, "
+                    "sound or files: leave the part out",
+                    "messages",
+                )
 
 
 def _check_arguments(messages: Sequence[ChatMessage]) -> None:

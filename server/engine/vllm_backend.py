@@ -24,6 +24,7 @@ from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
 from deltastore.loader import Loader
 from deltastore.registry import Registry
+from deltastore.wrappers import check_text_alone
 from server.deltas.fetcher import Fetcher
 from server.deltas.residency import Residency
 from server.engine.build import (
@@ -405,6 +406,7 @@ def build_vllm_engine(
     logging.getLogger("vllm").setLevel(logging.WARNING)
     logging.getLogger("vllm.peraxis").setLevel(logging.INFO)
     device, checkpoint = device_of(settings.device), Checkpoint.open(settings.base)
+    check_text_alone(checkpoint.stored_config)
     if num_ranks > 1 and device.type == "cpu":
         # Each rank would take all cores.
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_ranks)))

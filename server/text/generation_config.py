@@ -177,6 +177,9 @@ def base_generation_config(base_dir: Path) -> Mapping[str, Any]:
     config = parse_json(path.read_bytes(), str(path))
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: it holds no JSON object: fetch the base again")
+    # A model that also reads images or sound may have them in the part of its text model.
+    text = config.get("text_config")
+    config = {**(text if isinstance(text, dict) else {}), **config}
     return {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
 
 

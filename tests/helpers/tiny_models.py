@@ -15,6 +15,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -118,7 +119,67 @@ MERGED_ONLY: Mapping[str, Mapping[str, Any]] = {
         "linear_num_value_heads": 4,
     },
 }
-_OVERRIDES = {**ARCHITECTURES, **MORE_SERVED, **SERVED_TOO, **MERGED_ONLY}
+_VISION: Mapping[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _text(architecture: str, **more: Any) -> dict[str, Any]:
+    # Sizes that a served text model has, too.
+    return {
+        **_COMMON,
+        **{**MORE_SERVED, **SERVED_TOO, **ARCHITECTURES}[architecture],
+        "model_type": architecture,
+        **more,
+    }
+
+
+# A text model beside towers, whose placeholders are ids of the vocabulary.
+WRAPPERS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {
+        "text_config": _text("gemma3_text"),
+        "vision_config": _VISION,
+        "mm_tokens_per_image": 4,
+        "image_token_index": 240,
+        "boi_token_index": 241,
+        "eoi_token_index": 242,
+    },
+    "mistral3": {
+        "tie_word_embeddings": False,
+        "text_config": _text("ministral3"),
+        "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 16},
+        "image_token_index": 240,
+    },
+    "gemma4": {
+        "text_config": _text("gemma4_text"),
+        "vision_config": {
+            **{name: value for name, value in _VISION.items() if name != "image_size"},
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "position_embedding_size": 16,
+        },
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "output_proj_dims": 24,
+        },
+        "image_token_id": 240,
+        "boi_token_id": 241,
+        "eoi_token_id": 242,
+        "audio_token_id": 243,
+        "boa_token_id": 244,
+        "eoa_token_index": 245,
+        "video_token_id": 246,
+    },
+}
+_OVERRIDES = {**ARCHITECTURES, **MORE_SERVED, **SERVED_TOO, **MERGED_ONLY, **WRAPPERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +214,7 @@ def make_pair(
     """Write ``base`` and, for each change, ``finetune-0``, ``finetune-1``, ... under `directory`.
 
     Args:
-        architecture: a key of ARCHITECTURES, MORE_SERVED, SERVED_TOO or MERGED_ONLY.
+        architecture: a key of ARCHITECTURES, MORE_SERVED, SERVED_TOO, MERGED_ONLY or WRAPPERS.
         config: overrides of the architecture's configuration.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -171,7 +232,10 @@ def make_pair(
 
 def tiny_config(architecture: str, **config: Any) -> Any:
     """Return the configuration of an architecture's tiny base, with overrides."""
-    return AutoConfig.for_model(architecture, **{**_COMMON, **_OVERRIDES[architecture], **config})
+    common = {} if architecture in WRAPPERS else _COMMON
+    return AutoConfig.for_model(
+        architecture, **copy.deepcopy({**common, **_OVERRIDES[architecture], **config})
+    )
 
 
 def make_base(
@@ -184,7 +248,8 @@ def make_base(
     """Write a random checkpoint of a configuration and its tokenizer, and return the model."""
     generator = generator or torch.Generator().manual_seed(0)
     base = _model(settings, dtype)
-    for name, parameter in base.named_parameters():
+    # Towers last, so that a wrapper's text model has the values of the text model alone.
+    for name, parameter in sorted(base.named_parameters(), key=lambda each: is_tower(each[0])):
         parameter.data = _drawn(name, parameter.data, _COMMON["initializer_range"], generator)
     base.tie_weights()
     _save(base, make_tokenizer(), directory, max_shard_size)
@@ -235,7 +300,8 @@ def make_tokenizer(
 
 def _model(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     # A model keeps and changes the configuration that it is given, so each has its own.
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)
+    make: Any = AutoModelForImageTextToText if config.model_type in WRAPPERS else AutoModelForCausalLM
+    model: PreTrainedModel = make.from_config(copy.deepcopy(config), dtype=dtype)
     model.eval()
     return model
 
@@ -249,14 +315,31 @@ def _drawn(name: str, tensor: Tensor, spread: float, generator: torch.Generator)
     return ((spread / 8 if "embed" in name else spread) * noise).to(tensor.dtype)
 
 
+def load_whole(directory: Path) -> Any:
+    """Load a checkpoint as transformers does, in float32; a wrapper with its towers."""
+    is_wrapper = AutoConfig.from_pretrained(directory).model_type in WRAPPERS
+    loader: Any = AutoModelForImageTextToText if is_wrapper else AutoModelForCausalLM
+    model, info = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"], info
+    return model.eval()
+
+
+def is_tower(name: str) -> bool:
+    """Return True for the name of a parameter of a tower for images or sound."""
+    return any(part in name for part in ("vision", "multi_modal_projector", "audio"))
+
+
 def _finetuned(base: PreTrainedModel, change: Change, generator: torch.Generator) -> PreTrainedModel:
     config = copy.deepcopy(base.config)
-    config.vocab_size += change.added_tokens
+    config.get_text_config().vocab_size += change.added_tokens
     if change.tied is not None:
         config.tie_word_embeddings = change.tied
     model = _model(config, base.dtype)
     own = base.state_dict()
     for name, parameter in model.named_parameters():  # a tied head is not named twice
+        if is_tower(name):
+            parameter.data = own[name].clone()
+            continue
         source = own[name].float()
         rows = parameter.shape[0] - source.shape[0]
         if rows:

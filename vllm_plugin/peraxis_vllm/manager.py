@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
 from deltastore.format.manifest import Manifest
+from deltastore.wrappers import check_text_alone
 from peraxis_vllm.points import POINTS, NormPoint, Point, add_point, kind_of_norm, wrap
 from server.deltas.resident import DeltaTables, Part, ReadTensors, Rows, arena, size_of_slot
 from server.deltas.sharding import WHOLE, Cut, RankShare
@@ -41,6 +42,7 @@ class DeltaManager:
     def __init__(self, model: nn.Module, vllm_config: Any, device: torch.device, own: dict[str, Any]) -> None:
         self.model, self.device = model, device
         self.checkpoint = Checkpoint.open(Path(vllm_config.model_config.model))
+        check_text_alone(self.checkpoint.stored_config)
         self.tables = _CheckedTables(self)
         self.dtype = vllm_config.model_config.dtype
         scheduler = vllm_config.scheduler_config

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from bench.engine import BlockingEngine, engine_process, publish, running_engine
 from compressor.config import CompressConfig
@@ -28,7 +27,7 @@ from server.protocol.messages import DoneEvent, ErrorEvent, Event, TokenEvent
 from server.protocol.request import Request, SamplingParams, token_ids_of
 from server.settings import Settings
 from server.text.generation_config import base_generation_config, eos_token_ids
-from tests.helpers.tiny_models import Change, make_pair
+from tests.helpers.tiny_models import Change, load_whole, make_pair
 from tests.server.engine.helpers.forked_engine import forked_engine
 from tests.vllm.helpers.environment import PYTHON, SIZES
 
@@ -281,7 +280,7 @@ def make_delta(base: Path, finetune: Path, out: Path, **config: Any) -> Path:
 def merged(base: Path, artifact: Path, out: Path) -> Any:
     """Load the model that `peraxis merge --dtype float32` writes."""
     merge(MergeConfig(str(base), artifact, out, "float32"))
-    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    return load_whole(out)
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Coroutine
 from functools import wraps
@@ -142,7 +143,10 @@ def _blocking_stream(
     def blocking(self: Client, /, *args: P.args, **options: P.kwargs) -> Stream[R, D]:
         return Stream(call(self._calls, *args, **options))
 
-    blocking.__annotations__ = {**call.__annotations__, "return": Stream}
+    shown = inspect.signature(call)
+    # Without it, tools show the asynchronous stream.
+    returned = str(shown.return_annotation).removeprefix("Async")
+    blocking.__signature__ = shown.replace(return_annotation=returned)  # type: ignore[attr-defined]
     return blocking
 
 

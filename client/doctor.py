@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated
 
@@ -10,7 +11,15 @@ import typer
 from client.client import Client
 from client.http import NoAnswer, ServerAddress, ServerRefused
 from client.options import SHARED_FLAGS, Json, KeyFile
-from deltastore.console import Diagnosis, diagnose, has_failed, naming_flags, print_diagnoses, printable
+from deltastore.console import (
+    Diagnosis,
+    diagnose,
+    has_failed,
+    naming_flags,
+    print_diagnoses,
+    printable,
+    with_flags,
+)
 from deltastore.errors import PeraxisError, UsageError
 
 app = typer.Typer(no_args_is_help=True)
@@ -36,7 +45,8 @@ def doctor(
     if url is None:
         raise UsageError("give --url of a running server; `peraxis serve --check` checks this machine")
     with naming_flags(SHARED_FLAGS), Client.at(ServerAddress.of(url, key_file)) as client:
-        diagnoses = examine(client)
+        found = examine(client)
+    diagnoses = [replace(each, message=with_flags(each.message, SHARED_FLAGS)) for each in found]
     print_diagnoses(diagnoses, as_json)
     if has_failed(diagnoses):
         raise typer.Exit(1)

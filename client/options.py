@@ -18,7 +18,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from client.http import DEFAULT_URL, URL_VARIABLE, ServerAddress
 from client.waiting import WAIT_S
-from deltastore.console import flag_of, naming_flags
+from deltastore.console import flag_of, naming_flags, with_flags
 
 SERVER = "Server"
 # Of arguments that errors of all calls name.
@@ -122,8 +122,8 @@ def flags_of(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
 
 
 def print_line(line: str) -> None:
-    """Print a line on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Print a line on stderr; where it repeats an error, flags stand in place of arguments."""
+    print(with_flags(line, SHARED_FLAGS), file=sys.stderr, flush=True)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -295,13 +295,13 @@ def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
         yield
     except BaseException as error:
         for note in getattr(error, "__notes__", ()):
-            print(_with_flags(note, flags), file=sys.stderr)
+            print(with_flags(note, flags), file=sys.stderr)
         if isinstance(error, PeraxisError):
-            error.args = (_with_flags(str(error), flags),)
+            error.args = (with_flags(str(error), flags),)
         raise
 
 
-def _with_flags(message: str, flags: Mapping[str, str]) -> str:
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
     """Replace each of a command's arguments that stands in backticks by its flag."""
 
     def flag(found: re.Match[str]) -> str:

@@ -82,6 +82,7 @@ def test_both_clients_have_every_call() -> None:
         blocking, other = getattr(Client, call), getattr(AsyncClient, call)
         assert inspect.signature(blocking).parameters.keys() == inspect.signature(other).parameters.keys()
         assert blocking.__doc__ == other.__doc__
+        assert "Async" not in str(inspect.signature(blocking).return_annotation)
 
 
 def test_a_call_generates_as_the_server_does(server: LiveServer, ask: Asking) -> None:

@@ -35,7 +35,7 @@ def compress(
 
     >>> delta = compress(base, finetune, directory / "my.safetensors", calibration="none")
     >>> len(delta.manifest.tensors)
-    22
+    21
 
     Args:
         base: A directory or a hub id.

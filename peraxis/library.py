@@ -59,9 +59,17 @@ def compress(
     """
     import compressor
 
-    own = {"text": calibration, "budget": budget, "recipe": recipe, "progress": progress}
     with _own_names():
-        made = compressor.compress(base, finetune, out, **own, **options)
+        made = compressor.compress(
+            base,
+            finetune,
+            out,
+            text=calibration,
+            recipe=recipe,
+            budget=budget,
+            progress=progress,
+            **options,
+        )
     return open(made.out)
 
 

@@ -1,229 +1,26 @@
-"""`peraxis chat`: ask one variant or two, show the answers as they stream in, with times and their version.
-
-Reads the server-sent events of `POST /v1/chat/completions`.
-"""
+"""`peraxis chat`: ask one variant or two, show the answers as they stream in, with times and their version."""
 
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from client.http import ErrorFields, NoAnswer, ServerAddress, ServerRefused, UnexpectedReply, parsed
-from client.options import Json, Wait, print_json, takes_address
-from client.waiting import ServerWait
-from deltastore.console import printable, short
+from client.answers import Answer, ReceivedDelta
+from client.calls import AsyncStream
+from client.client import AsyncClient
+from client.http import NoAnswer, ServerAddress, ServerRefused, UnexpectedReply
+from client.options import SHARED_FLAGS, Json, Wait, print_json, print_line, takes_address
+from deltastore.console import naming_flags, printable, short
 from deltastore.errors import UsageError
-
-if TYPE_CHECKING:
-    import httpx
-
-# Longest silence between two pieces of an answer, in seconds; a variant may have to be loaded before the first.
-SILENCE_S = 300.0
-PATH = "/v1/chat/completions"
-DONE = b"[DONE]"
-BAD_REQUEST = 400
-# The least that gives a speed: fewer pieces of text, or pieces in less time, came in one packet and tell nothing of the
-# server.
-MIN_PIECES, MIN_MEASURED_S = 3, 0.05
-VERSION = re.compile(r"[1-9][0-9]{0,8}")
-
-
-class ReceivedDelta(msgspec.Struct, frozen=True):
-    """The text that a chunk adds to the answer, and to the thoughts before it."""
-
-    content: str | None = None
-    reasoning_content: str | None = None
-
-    @property
-    def has_text(self) -> bool:
-        return bool(self.content or self.reasoning_content)
-
-
-class ReceivedChoice(msgspec.Struct, frozen=True):
-    """The part of a chunk that belongs to the one sequence that is asked for."""
-
-    delta: ReceivedDelta = ReceivedDelta()
-    finish_reason: str | None = None
-
-
-class ReceivedUsage(msgspec.Struct, frozen=True):
-    """The tokens of a whole answer."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class ReceivedChunk(msgspec.Struct, frozen=True):
-    """One event of a streamed answer; `error` is set if the answer failed after its first bytes."""
-
-    choices: tuple[ReceivedChoice, ...] = ()
-    usage: ReceivedUsage | None = None
-    error: ErrorFields | None = None
-
-
-@dataclass(slots=True)
-class Answer:
-    """An answer as far as it has come."""
-
-    model: str
-    text: str = ""
-    reasoning: str = ""
-    finish_reason: str | None = None
-    version: int | None = None  # None for the base
-    digest: str | None = None
-    usage: ReceivedUsage | None = None
-    # On the clock of `time.perf_counter`.
-    sent_at: float = field(default_factory=time.perf_counter)
-    first_at: float | None = None
-    last_at: float | None = None
-    num_pieces: int = 0
-
-    @property
-    def first_token_s(self) -> float | None:
-        """Seconds from the call to the first text or thought, as this client sees it."""
-        return None if self.first_at is None else self.first_at - self.sent_at
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Tokens after the first over the time from the first piece to the last; None if that is too short."""
-        if self.usage is None or self.first_at is None or self.last_at is None:
-            return None
-        elapsed_s = self.last_at - self.first_at
-        if self.num_pieces < MIN_PIECES or elapsed_s < MIN_MEASURED_S:
-            return None
-        return (self.usage.completion_tokens - 1) / elapsed_s
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "text": self.text,
-            "reasoning": self.reasoning,
-            "finish_reason": self.finish_reason,
-            "version": self.version,
-            "digest": self.digest,
-            "usage": None if self.usage is None else msgspec.to_builtins(self.usage),
-            "first_token_s": self.first_token_s,
-            "tokens_per_s": self.tokens_per_s,
-        }
-
-    def add(self, chunk: ReceivedChunk) -> ReceivedDelta:
-        """Take a chunk in; return what it adds."""
-        self.usage = chunk.usage or self.usage
-        if not chunk.choices:
-            return ReceivedDelta()
-        (choice,) = chunk.choices[:1]
-        self.finish_reason = choice.finish_reason or self.finish_reason
-        if choice.delta.has_text:
-            self.last_at = time.perf_counter()
-            self.first_at = self.first_at or self.last_at
-            self.num_pieces += 1
-            self.text += choice.delta.content or ""
-            self.reasoning += choice.delta.reasoning_content or ""
-        return choice.delta
-
-
-async def stream(
-    address: ServerAddress,
-    body: Mapping[str, Any],
-    answer: Answer,
-    waiting: ServerWait,
-    *,
-    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
-) -> AsyncIterator[ReceivedDelta]:
-    """Ask a server, fill `answer`, and yield its text and thoughts in pieces as they come.
-
-    A call that found no server, or one that takes no calls, is made again until `waiting` ends. An answer that has
-    begun is not asked for again.
-
-    Args:
-        address: The server.
-        body: The fields of the request; those that make it stream are added.
-        answer: An answer without text, of the variant that `body` names.
-        waiting: How long the server is waited for.
-        sleep: Waits so many seconds.
-
-    Raises:
-        NoAnswer, ServerRefused: The call failed, or the answer broke off.
-        UnexpectedReply: It is no answer of OpenAI's API.
-    """
-    import httpx
-
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    is_done = False
-    async with httpx.AsyncClient(**address.client_options(SILENCE_S)) as client:
-        while True:
-            answer.sent_at = time.perf_counter()
-            try:
-                reply = await _begun(address, client, streamed)
-                break
-            except (NoAnswer, ServerRefused) as error:
-                pause_s = waiting.next_pause_s(error)
-            await sleep(pause_s)
-        waiting.answered()
-        answer.version = _version_of(reply)
-        answer.digest = reply.headers.get("x-peraxis-digest")
-        with address.reached():
-            async with aclosing(reply):
-                async for data in _events(reply):
-                    is_done = data == DONE
-                    if not is_done and (delta := answer.add(_checked(data, reply.status_code))).has_text:
-                        yield delta
-    if not is_done:
-        raise UnexpectedReply(f"the answer of {answer.model} broke off: ask again")
-
-
-async def _begun(
-    address: ServerAddress, client: httpx.AsyncClient, body: Mapping[str, Any]
-) -> httpx.Response:
-    """Make the call; return its answer, whose body has not been read and which the caller closes."""
-    with address.reached():
-        reply = await client.send(client.build_request("POST", PATH, json=body), stream=True)
-        if reply.is_success:
-            return reply
-        async with aclosing(reply):
-            await reply.aread()
-    refused = address.refusal(reply)
-    if refused.status == BAD_REQUEST:
-        # The server's messages of wrong requests do not name the model.
-        refused = ServerRefused(f"{body['model']}: {refused}", refused.status, refused.code)
-    raise refused
-
-
-def _checked(data: bytes, status: int) -> ReceivedChunk:
-    chunk = parsed(data, ReceivedChunk)
-    if chunk.error is not None:
-        raise ServerRefused(printable(chunk.error.message), status, chunk.error.code)
-    return chunk
-
-
-def _version_of(reply: httpx.Response) -> int | None:
-    version = reply.headers.get("x-peraxis-version", "")
-    return int(version) if VERSION.fullmatch(version) else None
-
-
-async def _events(reply: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event."""
-    # httpx would split lines at every line break of Unicode, which JSON strings may hold.
-    rest = b""
-    async for piece in reply.aiter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -285,13 +82,14 @@ def chat(
     models = compare or [str(name)]
     conversations = [ChatHistory(model, list(first)) for model in models]
     options = ChatOptions(max_tokens, temperature, seed)
-    chat = Chat(address, conversations, options, ServerWait(address.url, wait_s), as_json)
+    chat = Chat(address, conversations, options, wait_s, as_json)
     if not is_interactive:
         chat.ask(_piped_prompt() if once is None else once)
         return
     for prompt in _typed_prompts():
         try:
-            chat.ask(prompt)
+            with naming_flags(SHARED_FLAGS):
+                chat.ask(prompt)
         except KeyboardInterrupt:
             print("\n[interrupted: the prompt is dropped]", file=sys.stderr)
         except (NoAnswer, ServerRefused, UnexpectedReply) as error:
@@ -299,72 +97,77 @@ def chat(
             print(f"error: {error}", file=sys.stderr)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chat:
     """The conversations that get the same prompts, and how their answers are shown."""
 
     address: ServerAddress
     conversations: Sequence[ChatHistory]
     options: ChatOptions
-    waiting: ServerWait
+    wait_s: int | None
     as_json: bool
+    answers: Sequence[Answer] = ()  # to the last prompt
 
     def ask(self, prompt: str) -> None:
         """Ask all variants at the same time, show the answers and keep them."""
-        answers = [Answer(conversation.model) for conversation in self.conversations]
-        self.waiting.restart()
         if self.as_json:
-            asyncio.run(self._gather(prompt, answers))
-            print_json({"answers": [answer.as_json() for answer in answers]})
-        elif len(answers) == 1:
-            asyncio.run(self._print(prompt, answers[0]))
+            asyncio.run(self._gather(prompt))
+            print_json({"answers": [answer.as_json() for answer in self.answers]})
+        elif len(self.conversations) == 1:
+            asyncio.run(self._print(prompt))
         elif sys.stdout.isatty():
-            self._compare(prompt, answers)
+            self._compare(prompt)
         else:
-            asyncio.run(self._gather(prompt, answers))
-            _print_whole(answers)
-        for conversation, answer in zip(self.conversations, answers, strict=True):
+            asyncio.run(self._gather(prompt))
+            _print_whole(self.answers)
+        for conversation, answer in zip(self.conversations, self.answers, strict=True):
             conversation.keep(prompt, answer.text)
 
-    async def _print(self, prompt: str, answer: Answer) -> None:
-        body = self.conversations[0].asking(prompt, self.options)
+    def _client(self) -> AsyncClient:
+        return AsyncClient.at(self.address, self.wait_s, print_line)
+
+    def _begin(self, client: AsyncClient, prompt: str) -> list[AsyncStream[Answer, ReceivedDelta]]:
+        streams = [conversation.ask(client, prompt, self.options) for conversation in self.conversations]
+        self.answers = [stream.answer for stream in streams]
+        return streams
+
+    async def _print(self, prompt: str) -> None:
         # Elsewhere the answer alone is printed.
         shows_thoughts = sys.stdout.isatty()
-        try:
-            async for delta in stream(self.address, body, answer, self.waiting):
-                if shows_thoughts and delta.reasoning_content:
-                    _print_thought(delta.reasoning_content)
-                if shows_thoughts and answer.reasoning and delta.content == answer.text:
-                    print("\n")
-                _print_piece(delta.content or "")
-        finally:
-            # An error is printed below what has come, not behind it.
-            shown = answer.text or (answer.reasoning if shows_thoughts else "")
-            if shown and not shown.endswith("\n"):
-                print(flush=True)
+        async with self._client() as client:
+            (stream,) = self._begin(client, prompt)
+            answer = stream.answer
+            try:
+                async for delta in stream:
+                    if shows_thoughts and delta.reasoning_content:
+                        _print_thought(delta.reasoning_content)
+                    if shows_thoughts and answer.reasoning and delta.content == answer.text:
+                        print("\n")
+                    _print_piece(delta.content or "")
+            finally:
+                # An error is printed below what has come, not behind it.
+                shown = answer.text or (answer.reasoning if shows_thoughts else "")
+                if shown and not shown.endswith("\n"):
+                    print(flush=True)
         print(f"[{_facts(answer)}]", file=sys.stderr)
 
-    def _compare(self, prompt: str, answers: Sequence[Answer]) -> None:
+    def _compare(self, prompt: str) -> None:
         with Live(
-            get_renderable=lambda: _side_by_side(answers),
+            get_renderable=lambda: _side_by_side(self.answers),
             refresh_per_second=REFRESH_PER_S,
             vertical_overflow="ellipsis",
         ):
-            asyncio.run(self._gather(prompt, answers))
+            asyncio.run(self._gather(prompt))
 
-    async def _gather(self, prompt: str, answers: Sequence[Answer]) -> None:
+    async def _gather(self, prompt: str) -> None:
         """Fill all answers. The first failure ends the others."""
-        await asyncio.gather(
-            *(
-                self._fill(conversation, prompt, answer)
-                for conversation, answer in zip(self.conversations, answers, strict=True)
-            )
-        )
+        async with self._client() as client:
+            await asyncio.gather(*map(_read, self._begin(client, prompt)))
 
-    async def _fill(self, conversation: ChatHistory, prompt: str, answer: Answer) -> None:
-        body = conversation.asking(prompt, self.options)
-        async for _ in stream(self.address, body, answer, self.waiting):
-            pass
+
+async def _read(stream: AsyncStream[Answer, ReceivedDelta]) -> None:
+    async for _ in stream:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,10 +190,12 @@ class ChatHistory:
     model: str
     messages: list[dict[str, str]] = field(default_factory=list)
 
-    def asking(self, prompt: str, options: ChatOptions) -> dict[str, Any]:
-        """Return the body of the request for an answer to `prompt`."""
-        messages = [*self.messages, {"role": "user", "content": prompt}]
-        return {"model": self.model, "messages": messages, **options.fields()}
+    def ask(
+        self, client: AsyncClient, prompt: str, options: ChatOptions
+    ) -> AsyncStream[Answer, ReceivedDelta]:
+        """Return the stream of an answer to `prompt`."""
+        messages: list[Mapping[str, Any]] = [*self.messages, {"role": "user", "content": prompt}]
+        return client.stream_chat(self.model, messages, **options.fields())
 
     def keep(self, prompt: str, answer: str) -> None:
         """Add a prompt and its answer."""

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from msgspec import Struct
 
-from client.http import NoAnswer, RemoteServer, ServerAddress, ServerRefused, parsed
-from client.options import Json, KeyFile
-from client.replies import MeReply
-from deltastore.console import Diagnosis, diagnose, has_failed, print_diagnoses, printable
+from client.client import Client
+from client.http import NoAnswer, ServerAddress, ServerRefused
+from client.options import SHARED_FLAGS, Json, KeyFile
+from deltastore.console import (
+    Diagnosis,
+    diagnose,
+    has_failed,
+    naming_flags,
+    print_diagnoses,
+    printable,
+    with_flags,
+)
 from deltastore.errors import PeraxisError, UsageError
 
 app = typer.Typer(no_args_is_help=True)
 
 NOT_FOUND = 404
-
-
-class ServerFacts(Struct, frozen=True):
-    """The server's part of its statistics."""
-
-    versions: dict[str, str]
-
-
-class StatsReply(Struct, frozen=True):
-    """The answer of `GET /stats`."""
-
-    server: ServerFacts
 
 
 @app.command()
@@ -48,34 +44,35 @@ def doctor(
     """
     if url is None:
         raise UsageError("give --url of a running server; `peraxis serve --check` checks this machine")
-    with RemoteServer(ServerAddress.of(url, key_file)) as server:
-        diagnoses = examine(server)
+    with naming_flags(SHARED_FLAGS), Client.at(ServerAddress.of(url, key_file)) as client:
+        found = examine(client)
+    diagnoses = [replace(each, message=with_flags(each.message, SHARED_FLAGS)) for each in found]
     print_diagnoses(diagnoses, as_json)
     if has_failed(diagnoses):
         raise typer.Exit(1)
 
 
-def examine(server: RemoteServer) -> list[Diagnosis]:
+def examine(client: Client) -> list[Diagnosis]:
     """Run every check; if the server does not answer, only that."""
     try:
-        server.call("GET", "/health")
+        client.check_alive()
     except PeraxisError as error:
         return [Diagnosis("server", "failed", str(error))]
-    found = [Diagnosis("server", "ok", f"{server.address.url} answers")]
-    found.append(diagnose("ready", lambda: _ready(server)))
-    found.append(_key(server))
-    found.append(_version(server))
+    found = [Diagnosis("server", "ok", f"{client.address.url} answers")]
+    found.append(diagnose("ready", lambda: _ready(client)))
+    found.append(_key(client))
+    found.append(_version(client))
     return found
 
 
-def _ready(server: RemoteServer) -> str:
-    server.call("GET", "/ready")
+def _ready(client: Client) -> str:
+    client.check_ready()
     return "requests are admitted"
 
 
-def _key(server: RemoteServer) -> Diagnosis:
+def _key(client: Client) -> Diagnosis:
     try:
-        me = parsed(server.call("GET", "/me"), MeReply)
+        me = client.me()
     except ServerRefused as error:
         if error.status == NOT_FOUND:
             return Diagnosis("key", "note", "this address does not tell what the key may do")
@@ -91,10 +88,10 @@ def _key(server: RemoteServer) -> Diagnosis:
     )
 
 
-def _version(server: RemoteServer) -> Diagnosis:
+def _version(client: Client) -> Diagnosis:
     """Compare the server's version with this command's; only administrators may see it."""
     try:
-        stats = parsed(server.call("GET", "/stats"), StatsReply)
+        stats = client.stats()
     except ServerRefused:
         return Diagnosis(
             "version", "note", "unknown: only an admin key sees it, on the admin port if there is one"

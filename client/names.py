@@ -25,7 +25,7 @@ def path_of(name: str) -> str:
     if not name.strip("."):
         raise UsageError(f"{name!r} is no variant's name: `peraxis ls` lists them")
     if "@" in name:
-        raise UsageError(f"{name!r}: this command takes a NAME without @VERSION")
+        raise UsageError(f"{name!r}: give the name without @VERSION")
     return f"/variants/{quote(name, safe='')}"
 
 
@@ -44,7 +44,7 @@ def check_new_name(name: str) -> None:
     """Raise UsageError if no variant can be published under the name."""
     if NAME.fullmatch(name) is None:
         raise UsageError(
-            f"--name {name!r} cannot be a variant's: take 1 to 64 letters, digits, '.', '_' and '-', "
+            f"`name` {name!r} cannot be a variant's: take 1 to 64 letters, digits, '.', '_' and '-', "
             "and begin with a letter or digit"
         )
 

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
+from typer.models import ArgumentInfo, OptionInfo
 
-from client.http import ServerAddress
+from client.http import DEFAULT_URL, URL_VARIABLE, ServerAddress
 from client.waiting import WAIT_S
+from deltastore.console import flag_of, naming_flags, with_flags
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 SERVER = "Server"
+# Of arguments that errors of all calls name.
+SHARED_FLAGS = {"url": "--url", "key_file": "--key-file", "wait_s": "--wait S"}
 
 Url = Annotated[
     str,
     typer.Option(
-        "--url", envvar="PERAXIS_URL", metavar="URL", help="The server's address.", rich_help_panel=SERVER
+        "--url", envvar=URL_VARIABLE, metavar="URL", help="The server's address.", rich_help_panel=SERVER
     ),
 ]
 KeyFile = Annotated[
@@ -63,16 +67,20 @@ Command = Callable[..., None]
 def takes(make: Callable[..., object]) -> Callable[[Command], Command]:
     """Return a decorator for commands whose first parameter is what `make` returns: they get the options of `make`.
 
+    Errors of the command and of `make`, which name arguments, then name flags.
+
     Typer reads a command's options from its signature, and has no other way to share them.
     """
     shared = _parameters(make)
 
     def decorate(command: Command) -> Command:
         parameters = [*_parameters(command)[1:], *shared]
+        flags = flags_of(parameters)
 
         @wraps(command)
         def called(**given: Any) -> None:
-            command(make(**{option.name: given.pop(option.name) for option in shared}), **given)
+            with naming_flags(flags):
+                command(make(**{option.name: given.pop(option.name) for option in shared}), **given)
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -100,6 +108,24 @@ def _address_for_tenant(
     return ServerAddress.of(url, key_file, acting_for)
 
 
+def flags_of(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
+    """Return the words by which a command's user knows its parameters: flags, and names of arguments."""
+    flags = {}
+    for parameter in parameters:
+        for shown in get_args(parameter.annotation):
+            if isinstance(shown, ArgumentInfo):
+                flags[parameter.name] = shown.metavar or parameter.name.upper()
+            elif isinstance(shown, OptionInfo):
+                flag = next(iter(shown.param_decls or ()), flag_of(parameter.name))
+                flags[parameter.name] = flag.partition("/")[0]
+    return {**flags, **SHARED_FLAGS}
+
+
+def print_line(line: str) -> None:
+    """Print a line on stderr; where it repeats an error, flags stand in place of arguments."""
+    print(with_flags(line, SHARED_FLAGS), file=sys.stderr, flush=True)
+
+
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function, eval_str=True).parameters.values())
 
@@ -107,8 +133,3 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 def print_json(document: Any) -> None:
     """Print one JSON document."""
     print(json.dumps(document, indent=2))
-
-
-def print_reply(content: bytes) -> None:
-    """Print the JSON body of an answer. It has been parsed before, so it is valid."""
-    print_json(json.loads(content))

@@ -1,21 +1,18 @@
-"""Answers of the server, as far as commands read them. A field that only newer servers send is ignored.
-
-Beside them, the tenant that calls act for, and the public variants of other tenants that it may use.
-"""
+"""Answers of the server, as far as this client reads them; `as_json` has each as the server sent it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote
 
 from msgspec import Struct
 
-from client.http import RemoteServer, ServerRefused, parsed, whole_list
-from deltastore.errors import PeraxisError
+from client.http import Reply
+
+ADMIN = "admin"
 
 
-class VersionReply(Struct, frozen=True):
+class VersionReply(Reply, frozen=True):
     """One version of a variant."""
 
     version: int
@@ -35,7 +32,7 @@ class VersionReply(Struct, frozen=True):
         return self.level != "disk" or self.num_requests > 0
 
 
-class VariantReply(Struct, frozen=True):
+class VariantReply(Reply, frozen=True):
     """A variant with its versions, the oldest first."""
 
     name: str
@@ -52,13 +49,7 @@ class VariantReply(Struct, frozen=True):
         return next((version for version in self.versions if version.version == self.active), None)
 
 
-class VariantsReply(Struct, frozen=True):
-    """The answer of `GET /variants`."""
-
-    variants: tuple[VariantReply, ...]
-
-
-class StatusReply(Struct, frozen=True):
+class StatusReply(Reply, frozen=True):
     """The state of a version after it was asked to be loaded, unloaded, pinned or unpinned."""
 
     name: str
@@ -67,14 +58,14 @@ class StatusReply(Struct, frozen=True):
     pinned: bool
 
 
-class DeletedReply(Struct, frozen=True):
+class DeletedReply(Reply, frozen=True):
     """The answer of `DELETE /variants/{name}`."""
 
     name: str
     deleted: tuple[int, ...]
 
 
-class UploadReply(Struct, frozen=True):
+class UploadReply(Reply, frozen=True):
     """The answer of `POST /variants`."""
 
     name: str
@@ -91,18 +82,20 @@ class MyKey(Struct, frozen=True):
     expires_at: str | None = None
 
 
-class MeReply(Struct, frozen=True):
+class MeReply(Reply, frozen=True):
     """The answer of `GET /me`; without keys on the server, `key` is None."""
 
     tenant: str
     roles: tuple[str, ...]
     key: MyKey | None = None
+    # None is unlimited.
+    limits: Mapping[str, int | None] = {}
+    # None is not counted.
+    usage: Mapping[str, int | None] = {}
 
-
-NOT_FOUND = 404
-# The base's id among the models; no variant may have the name.
-BASE = "base"
-ADMIN = "admin"
+    @property
+    def is_admin(self) -> bool:
+        return ADMIN in self.roles
 
 
 class SharedVariant(Struct, frozen=True):
@@ -112,67 +105,89 @@ class SharedVariant(Struct, frozen=True):
     owner: str
 
 
-class ModelReply(Struct, frozen=True):
+class ModelReply(Reply, frozen=True):
     """One model of OpenAI's list."""
 
     id: str
     owned_by: str
+    max_model_len: int | None = None  # tokens
 
 
-class ModelsReply(Struct, frozen=True):
-    """The answer of `GET /v1/models`."""
+class TokensReply(Reply, frozen=True):
+    """The answer of `POST /tokenize`."""
 
-    data: tuple[ModelReply, ...]
-
-
-def shared_variants(server: RemoteServer, own: Collection[str]) -> list[SharedVariant]:
-    """Return the variants that the caller may use beside its own.
-
-    Args:
-        server: The server. One that is called without a key has one tenant, and is not asked.
-        own: The names of the tenant's variants, which hide public ones of the same name.
-
-    Raises:
-        NoAnswer, ServerRefused: The call failed.
-    """
-    if server.address.key is None:
-        return []
-    models = parsed(whole_list(server, "/v1/models", "data"), ModelsReply).data
-    return [SharedVariant(each.id, each.owned_by) for each in models if each.id not in {BASE, *own}]
+    tokens: tuple[int, ...]
+    count: int
+    max_model_len: int
+    token_strs: tuple[str, ...] | None = None
 
 
-def not_owned(server: RemoteServer, name: str, error: ServerRefused) -> ServerRefused:
-    """Return the error of a variant that was not found; it names the owner if the variant is another tenant's."""
-    if error.status != NOT_FOUND or server.address.key is None or name == BASE:
-        return error
-    try:
-        found = parsed(server.call("GET", f"/v1/models/{quote(name, safe='')}"), ModelReply)
-    except ServerRefused:
-        return error
-    message = (
-        f"variant {name!r} is public and belongs to tenant {found.owned_by!r}, and only its owner sees its versions: "
-        f"use it, as in `peraxis chat {name}`"
-    )
-    return ServerRefused(message, error.status, error.code)
+class TextReply(Reply, frozen=True):
+    """The answer of `POST /detokenize`."""
+
+    prompt: str
 
 
-def tenant_of(server: RemoteServer) -> str | None:
-    """Return the tenant that calls act for; None if the server does not tell it."""
-    me = None if server.address.tenant else _me(server)
-    return server.address.tenant or (None if me is None else me.tenant)
+class KeyReply(Reply, frozen=True, kw_only=True):
+    """A key without its text."""
+
+    id: str
+    tenant: str
+    roles: tuple[str, ...]
+    created_at: str  # ISO 8601
+    expires_at: str | None = None
 
 
-def tenant_of_admin(server: RemoteServer) -> str | None:
-    """Return the tenant that calls act for if the caller may act for several; else None."""
-    me = None if server.address.tenant else _me(server)
-    return server.address.tenant or (me.tenant if me is not None and ADMIN in me.roles else None)
+class CreatedKeyReply(KeyReply, frozen=True, kw_only=True):
+    """The answer that has a key's text, which is kept nowhere."""
+
+    key: str
 
 
-def _me(server: RemoteServer) -> MeReply | None:
-    if server.address.key is None:
-        return None
-    try:
-        return parsed(server.call("GET", "/me"), MeReply)
-    except PeraxisError:
-        # The command itself has succeeded; the tenant only completes its output.
-        return None
+class RevokedKeyReply(Reply, frozen=True):
+    """The answer of `DELETE /keys/{key_id}`."""
+
+    id: str
+
+
+class TenantReply(Reply, frozen=True):
+    """A tenant with the limits that hold for it; None is unlimited."""
+
+    name: str
+    limits: Mapping[str, int | None]
+    # False: the limits are the server's default.
+    has_own_limits: bool
+    num_keys: int
+    num_variants: int
+
+
+class TenantsReply(Reply, frozen=True):
+    """The answer of `GET /tenants`."""
+
+    tenants: tuple[TenantReply, ...]
+    default_limits: Mapping[str, int | None]
+
+    def limits_of(self, name: str) -> Mapping[str, int | None]:
+        """Return the limits that hold for a tenant, which the server need not know yet."""
+        return next((each.limits for each in self.tenants if each.name == name), self.default_limits)
+
+
+class LimitsReply(Reply, frozen=True):
+    """The answer of `PUT /tenants/{name}`."""
+
+    name: str
+    limits: Mapping[str, int | None]
+
+
+class ServerFacts(Struct, frozen=True):
+    """The server's part of its statistics."""
+
+    versions: Mapping[str, str] = {}
+    base: str | None = None
+    ready: bool = False
+
+
+class StatsReply(Reply, frozen=True):
+    """The answer of `GET /stats`; `as_json` has queues, slots, uploads and totals, too."""
+
+    server: ServerFacts

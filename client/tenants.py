@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import typer
-from msgspec import Struct
 
-from client.http import RemoteServer, ServerAddress, parsed, whole_list
-from client.names import tenant_path_of
-from client.options import Json, print_json, print_reply, takes_address
-from deltastore.console import print_table, printable, size_text
+from client.client import Client
+from client.http import ServerAddress
+from client.options import Json, print_json, takes_address
+from client.replies import TenantReply
+from deltastore.console import flag_of, print_table, printable, size_text
 from deltastore.errors import PeraxisError, UsageError
 
 app = typer.Typer(help="List the tenants of a server, and set their limits.", no_args_is_help=True)
@@ -36,35 +35,6 @@ LIMITS: Mapping[str, tuple[str, Callable[[int], str]]] = {
 TenantName = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
 
 
-class TenantReply(Struct, frozen=True):
-    """A tenant with the limits that hold for it; None is unlimited."""
-
-    name: str
-    limits: Mapping[str, int | None]
-    # False: the limits are the server's default.
-    has_own_limits: bool
-    num_keys: int
-    num_variants: int
-
-
-class TenantsReply(Struct, frozen=True):
-    """The answer of `GET /tenants`."""
-
-    tenants: tuple[TenantReply, ...]
-    default_limits: Mapping[str, int | None]
-
-    def limits_of(self, name: str) -> Mapping[str, int | None]:
-        """Return the limits that hold for a tenant, which the server need not know yet."""
-        return next((each.limits for each in self.tenants if each.name == name), self.default_limits)
-
-
-class LimitsReply(Struct, frozen=True):
-    """The answer of `PUT /tenants/{name}`."""
-
-    name: str
-    limits: Mapping[str, int | None]
-
-
 @app.command("list")
 @takes_address(tenant=False)
 def list_tenants(address: ServerAddress, as_json: Json = False) -> None:
@@ -72,11 +42,11 @@ def list_tenants(address: ServerAddress, as_json: Json = False) -> None:
 
     Example: peraxis tenants list
     """
-    with RemoteServer(address) as server:
-        content = whole_list(server, "/tenants", "tenants")
-    tenants = parsed(content, TenantsReply).tenants
+    with Client.at(address) as client:
+        listed = client.tenants()
+    tenants = listed.tenants
     if as_json:
-        print_reply(content)
+        print_json(listed.as_json())
         return
     head = ("TENANT", "KEYS", "VARIANTS", "LIMITS", *(title for title, _ in LIMITS.values()))
     rows = [
@@ -93,15 +63,15 @@ def show(address: ServerAddress, name: TenantName, as_json: Json = False) -> Non
 
     Example: peraxis tenants show acme
     """
-    with RemoteServer(address) as server:
-        content = whole_list(server, "/tenants", "tenants")
-    tenant = next((each for each in parsed(content, TenantsReply).tenants if each.name == name), None)
+    with Client.at(address) as client:
+        listed = client.tenants()
+    tenant = next((each for each in listed.tenants if each.name == name), None)
     if tenant is None:
         raise PeraxisError(
             f"tenant {name!r} has no key, no variant and no limits of its own: `peraxis tenants list` lists tenants"
         )
     if as_json:
-        print_json(next(each for each in json.loads(content)["tenants"] if each["name"] == name))
+        print_json(next(each for each in listed.as_json()["tenants"] if each["name"] == name))
         return
     print(f"keys: {tenant.num_keys}\nvariants: {tenant.num_variants}\nlimits: {_whose(tenant)}")
     _print_limits(tenant.limits)
@@ -152,14 +122,11 @@ def set_limits(
         "max_versions": max_versions,
         "max_pinned": max_pinned,
     }
-    path, changes = tenant_path_of(name), _parsed_limits(given)
-    with RemoteServer(address) as server:
-        # The call replaces all limits.
-        before = parsed(whole_list(server, "/tenants", "tenants"), TenantsReply).limits_of(name)
-        content = server.call("PUT", path, body={**before, **changes})
-    reply = parsed(content, LimitsReply)
+    changes = _parsed_limits(given)
+    with Client.at(address) as client:
+        reply = client.set_limits(name, **changes)
     if as_json:
-        print_reply(content)
+        print_json(reply.as_json())
         return
     _print_limits(reply.limits)
 
@@ -176,15 +143,11 @@ def _parsed_limits(given: Mapping[str, str | None]) -> dict[str, int | None]:
             continue
         is_number = text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS
         if not is_number and text != UNLIMITED:
-            raise UsageError(f"{_flag(name)} {text!r}: give a whole number, or {UNLIMITED}")
+            raise UsageError(f"{flag_of(name)} {text!r}: give a whole number, or {UNLIMITED}")
         limits[name] = int(text) if is_number else None
     if not limits:
-        raise UsageError(f"give a limit to set: {', '.join(map(_flag, given))}")
+        raise UsageError(f"give a limit to set: {', '.join(map(flag_of, given))}")
     return limits
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _whose(tenant: TenantReply) -> str:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from client.http import RemoteServer, ServerAddress, ServerRefused, parsed, whole_list
+from client.client import Client
+from client.http import ServerAddress
 from client.names import parse_reference, path_of
-from client.options import Json, Name, Reference, print_json, print_reply, takes_address
-from client.replies import (
-    DeletedReply,
-    SharedVariant,
-    StatusReply,
-    VariantReply,
-    VariantsReply,
-    VersionReply,
-    not_owned,
-    shared_variants,
-    tenant_of,
-)
+from client.options import Json, Name, Reference, print_json, takes_address
+from client.replies import SharedVariant, StatusReply, VariantReply, VersionReply
 from deltastore.console import mark, print_table, printable, short, size_text, to_second
-from deltastore.errors import PeraxisError, shown
+from deltastore.errors import shown
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -42,14 +32,14 @@ def ls(address: ServerAddress, as_json: Json = False) -> None:
 
     Example: peraxis ls
     """
-    with RemoteServer(address) as server:
-        content = whole_list(server, "/variants", "variants")
-        variants = parsed(content, VariantsReply).variants
-        shared = shared_variants(server, [variant.name for variant in variants])
+    with Client.at(address) as client:
+        variants = client.variants()
+        shared = client.shared_variants([variant.name for variant in variants])
         if not (as_json or variants):
-            _tell_none(server, "no variants")
+            _tell_none(client, "no variants")
     if as_json:
-        print_json({**json.loads(content), "shared": msgspec.to_builtins(shared)})
+        listed = [variant.as_json() for variant in variants]
+        print_json({"variants": listed, "shared": msgspec.to_builtins(shared)})
         return
     rows = [*map(_listed, variants), *map(_listed_as_shared, shared)]
     print_table(LISTED, [[row.get(title, "-") for title in LISTED] for row in rows])
@@ -62,16 +52,16 @@ def ps(address: ServerAddress, as_json: Json = False) -> None:
 
     Example: peraxis ps
     """
-    with RemoteServer(address) as server:
-        variants = parsed(whole_list(server, "/variants", "variants"), VariantsReply).variants
+    with Client.at(address) as client:
+        variants = client.variants()
         resident = [
             (variant, version)
             for variant in variants
-            for version in _all_versions(server, variant)
+            for version in _all_versions(client, variant)
             if version.is_resident
         ]
         if not (as_json or resident):
-            _tell_none(server, "no variants in memory or with requests" if variants else "no variants")
+            _tell_none(client, "no variants in memory or with requests" if variants else "no variants")
     if as_json:
         found = [{"name": variant.name, **msgspec.to_builtins(version)} for variant, version in resident]
         print_json({"resident": found})
@@ -98,15 +88,10 @@ def show(address: ServerAddress, name: Name, as_json: Json = False) -> None:
 
     Example: peraxis show instruct
     """
-    path = path_of(name)
-    with RemoteServer(address) as server:
-        try:
-            content = whole_list(server, path, "versions")
-        except ServerRefused as error:
-            raise not_owned(server, name, error) from error
-    variant = parsed(content, VariantReply)
+    with Client.at(address) as client:
+        variant = client.variant(name)
     if as_json:
-        print_reply(content)
+        print_json(variant.as_json())
         return
     head = ("ACTIVE", "VERSION", "SIZE", "METHOD", "LEVEL", "PINNED", "REQUESTS", "DIGEST", "CREATED")
     print_table(head, [_shown(version, version.version == variant.active) for version in variant.versions])
@@ -127,8 +112,9 @@ def promote(
 
     Example: peraxis promote instruct 3
     """
-    with RemoteServer(address) as server:
-        _activate(server, name, version, as_json)
+    with Client.at(address) as client:
+        variant = client.promote(name, version)
+    _print_active(variant, as_json)
 
 
 @app.command()
@@ -140,9 +126,9 @@ def rollback(address: ServerAddress, name: Name, as_json: Json = False) -> None:
 
     Example: peraxis rollback instruct
     """
-    with RemoteServer(address) as server:
-        variant = parsed(server.call("GET", path_of(name), params={"limit": "1"}), VariantReply)
-        _activate(server, name, previous_version(variant), as_json)
+    with Client.at(address) as client:
+        variant = client.rollback(name)
+    _print_active(variant, as_json)
 
 
 @app.command()
@@ -184,77 +170,53 @@ def rm(
 
     Examples: peraxis rm instruct@2; peraxis rm instruct --yes
     """
-    name, params = parse_reference(reference)
-    path = path_of(name)
-    everything = "" if params else " with all its versions"
+    # Before the question.
+    path_of(parse_reference(reference)[0])
+    everything = "" if "@" in reference else " with all its versions"
     if (
         not yes
         and sys.stdin.isatty()
         and not _confirmed(f"Delete {reference}{everything} from {address.url}?")
     ):
         raise typer.Abort
-    with RemoteServer(address) as server:
-        content = server.call("DELETE", path, params=params)
-    deleted = parsed(content, DeletedReply)
+    with Client.at(address) as client:
+        deleted = client.delete(reference)
     if as_json:
-        print_reply(content)
+        print_json(deleted.as_json())
         return
     print(f"deleted {printable(deleted.name)}: version {', '.join(map(str, deleted.deleted))}")
 
 
-def previous_version(variant: VariantReply) -> int:
-    """Return the version that was active before the active one.
-
-    Raises:
-        PeraxisError: There is none, or the server does not know it.
-    """
-    if variant.active is None:
-        raise PeraxisError(
-            f"variant {variant.name!r} has no active version: promote one, as in `peraxis promote NAME VERSION`"
-        )
-    if variant.previous is None:
-        raise PeraxisError(
-            f"variant {variant.name!r}: no version is known that was active before {variant.active} and still exists: "
-            "`peraxis show` lists its versions, and `peraxis promote` chooses one"
-        )
-    return variant.previous
-
-
-def _all_versions(server: RemoteServer, variant: VariantReply) -> tuple[VersionReply, ...]:
+def _all_versions(client: Client, variant: VariantReply) -> tuple[VersionReply, ...]:
     """Return every version of a listed variant, which may show only the newest ones."""
     if variant.num_versions <= len(variant.versions):
         return variant.versions
-    return parsed(whole_list(server, path_of(variant.name), "versions"), VariantReply).versions
+    return client.versions(variant.name)
 
 
-def _tell_none(server: RemoteServer, what: str) -> None:
+def _tell_none(client: Client, what: str) -> None:
     """Say on stderr that a list is empty, and whose it is."""
-    tenant = tenant_of(server)
+    tenant = client.acting_tenant()
     print(what if tenant is None else f"{what} of tenant {printable(tenant)}", file=sys.stderr)
 
 
-def _activate(server: RemoteServer, name: str, version: int, as_json: bool) -> None:
-    variant, content = _changed(server, name, {"active": version})
+def _print_active(variant: VariantReply, as_json: bool) -> None:
     if as_json:
-        print_reply(content)
+        print_json(variant.as_json())
         return
     print(f"{printable(variant.name)}: version {variant.active} is active")
 
 
-def _set_visibility(address: ServerAddress, name: str, visibility: str, as_json: bool) -> None:
-    with RemoteServer(address) as server:
-        variant, content = _changed(server, name, {"visibility": visibility})
+def _set_visibility(
+    address: ServerAddress, name: str, visibility: Literal["private", "public"], as_json: bool
+) -> None:
+    with Client.at(address) as client:
+        variant = client.set_visibility(name, visibility)
     if as_json:
-        print_reply(content)
+        print_json(variant.as_json())
         return
     users = "every tenant" if variant.visibility == "public" else f"only tenant {variant.owner}"
     print(printable(f"{variant.name} is {variant.visibility}: {users} may use it"))
-
-
-def _changed(server: RemoteServer, name: str, change: Mapping[str, Any]) -> tuple[VariantReply, bytes]:
-    """Make one change of a variant; return it with the body of the answer."""
-    content = server.call("PATCH", path_of(name), body=change)
-    return parsed(content, VariantReply), content
 
 
 def _confirmed(question: str) -> bool:
@@ -309,29 +271,23 @@ def _shown(version: VersionReply, is_active: bool) -> tuple[str, ...]:
     )
 
 
-def _add_command(action: str, summary: str, example: str) -> None:
+def _add_command(act: Callable[[Client, str], StatusReply], summary: str, example: str) -> None:
     """Add the command that asks a server for an action on a version."""
+    action = act.__name__
 
     @app.command(action, help=f"{summary}\n\nExample: peraxis {action} {example}")
     @takes_address()
     def command(address: ServerAddress, reference: Reference, as_json: Json = False) -> None:
-        _act(action, reference, address, as_json)
+        with Client.at(address) as client:
+            status = act(client, reference)
+        if as_json:
+            print_json(status.as_json())
+            return
+        pinned = ", pinned" if status.pinned else ""
+        print(f"{printable(status.name)}@{status.version}: now on level {printable(status.level)}{pinned}")
 
 
-def _act(action: str, reference: str, address: ServerAddress, as_json: bool) -> None:
-    """Ask the server to load, unload, pin or unpin a version, and print the state that it answers."""
-    name, params = parse_reference(reference)
-    with RemoteServer(address) as server:
-        content = server.call("POST", f"{path_of(name)}/{action}", params=params)
-    status = parsed(content, StatusReply)
-    if as_json:
-        print_reply(content)
-        return
-    pinned = ", pinned" if status.pinned else ""
-    print(f"{printable(status.name)}@{status.version}: now on level {printable(status.level)}{pinned}")
-
-
-_add_command("load", "Load a variant into a slot before a request needs it.", "instruct")
-_add_command("unload", "Free a variant's slot as soon as no request uses it.", "instruct@2")
-_add_command("pin", "Load a variant into a slot and never evict it.", "instruct")
-_add_command("unpin", "Allow the eviction of a pinned variant again.", "instruct")
+_add_command(Client.load, "Load a variant into a slot before a request needs it.", "instruct")
+_add_command(Client.unload, "Free a variant's slot as soon as no request uses it.", "instruct@2")
+_add_command(Client.pin, "Load a variant into a slot and never evict it.", "instruct")
+_add_command(Client.unpin, "Allow the eviction of a pinned variant again.", "instruct")

@@ -1,9 +1,9 @@
-"""How long `push` and `chat` wait for a server that starts, restarts or is busy, and with which pauses."""
+"""How long pushes and chats wait for a server that starts, restarts or is busy, and with which pauses."""
 
 from __future__ import annotations
 
+import logging
 import math
-import sys
 import time
 from collections.abc import Callable
 
@@ -16,6 +16,8 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 # Between two lines that tell of the same wait, in seconds.
 LINE_INTERVAL_S = 15.0
 UNAVAILABLE = 503
+
+log = logging.getLogger(__name__)
 
 
 def is_unavailable(error: NoAnswer | ServerRefused) -> bool:
@@ -33,16 +35,11 @@ def pause_s(error: NoAnswer | ServerRefused, doubled_s: float) -> float:
     return max(asked_s(error), min(max(doubled_s, FIRST_PAUSE_S), MAX_PAUSE_S))
 
 
-def print_line(line: str) -> None:
-    """Print a line on stderr."""
-    print(line, file=sys.stderr, flush=True)
-
-
 class ServerWait:
-    """One command's wait for its server.
+    """One call's wait for its server, or that of a command's calls.
 
-    A port that refuses connections is waited for once it has answered this command, or if `wait_s` is given: before,
-    its address is more likely wrong.
+    A port that refuses connections is waited for once it has answered, or if `wait_s` is given: before, its address is
+    more likely wrong.
 
     Args:
         url: The server.
@@ -57,7 +54,7 @@ class ServerWait:
         wait_s: int | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        tell: Callable[[str], object] = print_line,
+        tell: Callable[[str], object] = log.warning,
     ) -> None:
         self._url = url
         self._limit_s = WAIT_S if wait_s is None else wait_s
@@ -85,14 +82,15 @@ class ServerWait:
             error: The failure of the last attempt.
 
         Raises:
-            NoAnswer, ServerRefused: `error`, which waiting does not help or has not helped.
+            NoAnswer, ServerRefused: `error`, which waiting does not help or has not helped; a note says how long it
+                was waited for.
         """
         if not is_unavailable(error):
             raise error
         if isinstance(error, ServerRefused):
             self.answered()
         elif not self._is_patient:
-            raise NoServer(f"{error}, or --wait S if it is starting") from error
+            raise NoServer(f"{error}, or `wait_s` if it is starting") from error
         now = self._clock()
         if self._began_at is None:
             self._began_at, self._told_at = now, -math.inf
@@ -101,7 +99,7 @@ class ServerWait:
         if left_s <= 0 or asked_s(error) > left_s:
             if waited_s or asked_s(error):
                 asked = f", when the server asked for {asked_s(error)} s more" if left_s > 0 else ""
-                self._tell(f"gave up after {waited_s:.0f} s{asked}: --wait S waits longer")
+                error.add_note(f"gave up after {waited_s:.0f} s{asked}: `wait_s` waits longer")
             raise error
         if now - self._told_at >= LINE_INTERVAL_S:
             self._told_at = now

@@ -56,7 +56,12 @@ def compress(
 
 
 def merge(
-    base: str | Path, delta: str | Path, out: str | Path, *, dtype: DtypeName | None = None
+    base: str | Path,
+    delta: str | Path,
+    out: str | Path,
+    *,
+    dtype: DtypeName | None = None,
+    progress: bool = False,
 ) -> MergeResult:
     """Add an artifact to its base and write a stock Hugging Face checkpoint.
 
@@ -65,6 +70,7 @@ def merge(
         delta: The artifact.
         out: The directory to make.
         dtype: Type to round weights to; by default the base's own.
+        progress: Show progress on stderr.
 
     Raises:
         ArtifactError, BaseMismatch: An artifact that is malformed, or made from another base.
@@ -74,7 +80,7 @@ def merge(
     from compressor.convert.merge import MergeConfig
     from compressor.convert.merge import merge as run
 
-    return run(MergeConfig(str(base), Path(delta), Path(out), dtype))
+    return run(MergeConfig(str(base), Path(delta), Path(out), dtype, progress))
 
 
 def evaluate(
@@ -85,6 +91,7 @@ def evaluate(
     text: str,
     samples: int = 128,
     tasks: tuple[str, ...] = (),
+    progress: bool = False,
 ) -> Evaluation:
     """Measure how near an artifact is to its fine-tune on text and in tasks, beside how near the base is.
 
@@ -95,6 +102,7 @@ def evaluate(
         text: As `compress` takes it, but for ``none``; text that the delta was not fitted to.
         samples: Number of sequences of text.
         tasks: Tasks of lm-evaluation-harness, or their .yaml files.
+        progress: Show progress on stderr.
 
     Raises:
         ArtifactError, BaseMismatch: An artifact that is malformed, or made from another base.
@@ -104,4 +112,4 @@ def evaluate(
     from compressor.evaluation import EvalConfig
     from compressor.evaluation import evaluate as run
 
-    return run(EvalConfig(str(base), str(finetune), Path(delta), text, samples, tasks))
+    return run(EvalConfig(str(base), str(finetune), Path(delta), text, samples, tasks, progress))

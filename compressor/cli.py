@@ -6,13 +6,10 @@ backticks; a command turns these into flags.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING
 from functools import wraps
 from pathlib import Path
@@ -21,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from compressor.config import Calibration, CompressConfig, FitSettings, OptionField, config_of, options_of
-from deltastore.console import size_text
-from deltastore.errors import PeraxisError, UsageError, shown
+from deltastore.console import flag_of, naming_flags, size_text
+from deltastore.errors import UsageError, shown
 
 if TYPE_CHECKING:
     from compressor.evaluation import Evaluation
@@ -37,8 +34,6 @@ OPTIONS: Mapping[str, OptionField] = {
 # The flags that do not have the name of their option.
 OTHER_FLAGS = {name: field.option.flag for name, field in OPTIONS.items() if field.option.flag}
 RECIPE_OF_SOLVER = {"lstsq": "ours", "adamw": "paper"}
-# An argument in an error of a library function, as `name` or `name=value`.
-ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 
 Command = Callable[..., None]
 app = typer.Typer(no_args_is_help=True)
@@ -58,15 +53,8 @@ def names_flags(others: Mapping[str, str]) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         @wraps(command)
         def called(**given: Any) -> None:
-            flags = {**{name: _flag(name) for name in given}, **others}
-            try:
+            with naming_flags({**{name: flag_of(name) for name in given}, **others}):
                 command(**given)
-            except BaseException as error:
-                for note in getattr(error, "__notes__", ()):
-                    print(_with_flags(note, flags), file=sys.stderr)
-                if isinstance(error, PeraxisError):
-                    error.args = (_with_flags(str(error), flags),)
-                raise
 
         return called
 
@@ -84,7 +72,7 @@ def takes_options(command: Command) -> Command:
 
 
 def _parameter(name: str, field: OptionField) -> inspect.Parameter:
-    flag, shows = OTHER_FLAGS.get(name, _flag(name)), field.option
+    flag, shows = OTHER_FLAGS.get(name, flag_of(name)), field.option
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if field.default is True else flag,
         help=shows.help,
@@ -97,10 +85,6 @@ def _parameter(name: str, field: OptionField) -> inspect.Parameter:
         default=inspect.Parameter.empty if field.default is MISSING else field.default,
         annotation=Annotated[field.kind, option],
     )
-
-
-def _flag(argument: str) -> str:
-    return f"--{argument.replace('_', '-')}"
 
 
 @app.command()
@@ -197,24 +181,6 @@ def _recipe_of_solver(solver: str, context: typer.Context) -> str:
         raise UsageError(f"--solver {solver} is the old name of --recipe {recipe}: give --recipe alone")
     print(f"--solver {solver} is now --recipe {recipe}", file=sys.stderr)
     return recipe
-
-
-def _with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Replace each of a command's arguments that stands in backticks by its flag."""
-
-    def flag(found: re.Match[str]) -> str:
-        name, value = found.groups()
-        if name not in flags:
-            return found[0]
-        if value is None or value == "True":
-            return flags[name]
-        if value == "False":
-            return f"--no-{flags[name][2:]}"
-        with suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(value)
-        return f"{flags[name]} {value}"
-
-    return ARGUMENT.sub(flag, message)
 
 
 def _print_compressed(result: CompressResult) -> None:

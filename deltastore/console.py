@@ -1,15 +1,20 @@
-"""Output of commands: progress on stderr, tables, quantities, and the findings of a diagnosis."""
+"""Output of commands: progress on stderr, tables, quantities, the findings of a diagnosis, and flags in errors."""
 
 from __future__ import annotations
 
+import ast
 import io
 import json
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, TextIO, cast
+from html import escape
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
 
 # With the time of one update on top, no more than 10 s pass between two lines.
 LINE_INTERVAL_S = 8.0
+# Between two drawings of a notebook's bar.
+REDRAW_INTERVAL_S = 0.2
 # Long enough to hold several of the slowest units, which are blocks of a model that is fitted.
 SPEED_PERIOD_S = 900
 
@@ -31,8 +38,8 @@ SPEED_PERIOD_S = 900
 class ProgressBar:
     """Progress over `total` units; use as a context manager.
 
-    On a terminal it is a bar that vanishes at its end. In a log it is whole lines without control characters,
-    `LINE_INTERVAL_S` apart over all bars of the process.
+    On a terminal it is a bar that vanishes at its end, and in a notebook one that stays. In a log it is whole lines
+    without control characters, `LINE_INTERVAL_S` apart over all bars of the process.
     """
 
     _last_line_s: ClassVar[float] = time.monotonic()
@@ -54,23 +61,44 @@ class ProgressBar:
         )
         self._task = self._progress.add_task(printable(what), total=total)
         self._unit = unit
-        self._is_bar = enabled and console.is_interactive
-        self._is_lines = enabled and not console.is_interactive
+        self._notebook = _display() if enabled and file is sys.stderr else None
+        self._is_bar = enabled and console.is_interactive and self._notebook is None
+        self._is_lines = enabled and not console.is_interactive and self._notebook is None
+        self._shown: Any = None
+        self._shown_s = 0.0
 
     def update(self, amount: int = 1) -> None:
         """Count `amount` further units."""
         self._progress.advance(self._task, amount)
         self._print_line()
+        self._show()
 
     def __enter__(self) -> Self:
         if self._is_bar:
             self._progress.start()
         self._print_line()
+        self._show()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._is_bar:
             self._progress.stop()
+        self._show(is_last=True)
+
+    def _show(self, *, is_last: bool = False) -> None:
+        """Draw the bar of a notebook, a few times a second and at its end."""
+        now = time.monotonic()
+        if self._notebook is None or (not is_last and now - self._shown_s < REDRAW_INTERVAL_S):
+            return
+        self._shown_s = now
+        (task,) = self._progress.tasks
+        line = f"{task.description}: {_figures(task, self._unit)}"
+        share = f'value="{task.completed}" max="{max(task.total or 0, 1)}"'
+        data = {"text/plain": line, "text/html": f"<progress {share}></progress> {escape(line)}"}
+        if self._shown is None:
+            self._shown = self._notebook(data, raw=True, display_id=True)
+        else:
+            self._shown.update(data, raw=True)
 
     def _print_line(self) -> None:
         """Write a line to a log if the interval since the last line of any bar has passed."""
@@ -80,6 +108,17 @@ class ProgressBar:
             (task,) = self._progress.tasks
             self._file.write(f"{task.description}: {_figures(task, self._unit)}\n")
             self._file.flush()
+
+
+def _display() -> Callable[..., Any] | None:
+    """Return IPython's `display` in a notebook; None elsewhere. rich's own bars there need ipywidgets."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    # Only a shell with a kernel has a front end that shows HTML.
+    if getattr(shell, "kernel", None) is None:
+        return None
+    display: Callable[..., Any] = import_module("IPython.display").display
+    return display
 
 
 class _Figures(ProgressColumn):
@@ -234,3 +273,47 @@ def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
     first, *others = zip(row, widths, strict=True)
     cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
     return f"| {' | '.join(cells)} |"
+
+
+# An argument in an error of a library function, as `name` or `name=value`.
+ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
+
+
+def flag_of(argument: str) -> str:
+    """Return the flag of an argument that has its name."""
+    return f"--{argument.replace('_', '-')}"
+
+
+@contextmanager
+def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Name flags in errors of the block, where library functions name arguments, and print the notes of errors.
+
+    Args:
+        flags: the flags of a command by argument.
+    """
+    try:
+        yield
+    except BaseException as error:
+        for note in getattr(error, "__notes__", ()):
+            print(with_flags(note, flags), file=sys.stderr)
+        if isinstance(error, PeraxisError):
+            error.args = (with_flags(str(error), flags),)
+        raise
+
+
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Replace each of a command's arguments that stands in backticks by its flag."""
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in flags:
+            return found[0]
+        if value is None or value == "True":
+            return flags[name]
+        if value == "False":
+            return f"--no-{flags[name][2:]}"
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
+        return f"{flags[name]} {value}"
+
+    return ARGUMENT.sub(flag, message)

@@ -1,4 +1,7 @@
-"""Peraxis: many fine-tunes of one language model, served from one base. Importing this loads no other module of it.
+"""Peraxis: many fine-tunes of one language model, served from one base.
+
+`compress`, `open`, `merge` and `evaluate` make deltas and look into them; `Client` and `AsyncClient` talk to a server.
+Importing this loads no other module of Peraxis: each comes with the first name that needs it.
 
 Its packages `server`, `client`, `deltastore` and `compressor` are installed beside this one under those names, so a
 module of the same name in another directory of `sys.path` would be taken for one of them.
@@ -9,10 +12,27 @@ Raises:
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from client.client import AsyncClient, Client
+    from peraxis.artifact import Artifact
+    from peraxis.library import compress, evaluate, merge, open
+
+__all__ = ["Artifact", "AsyncClient", "Client", "compress", "evaluate", "merge", "open"]
+
+_MODULES = {
+    "Artifact": "peraxis.artifact",
+    "AsyncClient": "client.client",
+    "Client": "client.client",
+    "compress": "peraxis.library",
+    "evaluate": "peraxis.library",
+    "merge": "peraxis.library",
+    "open": "peraxis.library",
+}
 _PACKAGES = ("server", "client", "deltastore", "compressor")
 _DIRECTORY = Path(__file__).resolve().parent.parent
 
@@ -35,7 +55,14 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("peraxis")
-    raise AttributeError(f"module 'peraxis' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'peraxis' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 _check_packages()

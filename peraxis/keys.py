@@ -12,12 +12,14 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Protocol
 
+import msgspec
 import typer
-from msgspec import Struct
 
-from client.http import RemoteServer, ServerAddress, parsed, whole_list
+from client.client import Client
+from client.http import DEFAULT_URL, ServerAddress, converted, parsed
 from client.names import key_id_of
-from client.options import DEFAULT_URL, Json, KeyFile, Url, print_reply, takes
+from client.options import Json, KeyFile, Url, print_json, takes
+from client.replies import CreatedKeyReply, KeyReply, RevokedKeyReply
 from deltastore.console import print_table, printable, to_second
 from deltastore.errors import UsageError
 
@@ -52,38 +54,16 @@ class RoleOption(StrEnum):
     admin = "admin"
 
 
-class KeyReply(Struct, frozen=True, kw_only=True):
-    """A key without its text."""
-
-    id: str
-    tenant: str
-    roles: tuple[str, ...]
-    created_at: str
-    expires_at: str | None = None
-
-
-class CreatedKeyReply(KeyReply, frozen=True, kw_only=True):
-    """The answer that has a key's text, which is kept nowhere."""
-
-    key: str
-
-
-class KeysReply(Struct, frozen=True):
-    """The answer that lists keys."""
-
-    keys: tuple[KeyReply, ...]
-
-
 class Keys(Protocol):
-    """The keys of a server or of a registry. Each method returns the JSON document of the server's call."""
+    """The keys of a server or of a registry."""
 
-    def create(self, tenant: str, roles: Collection[Role], expires_in_s: int | None) -> bytes:
-        """Make a key; return it as CreatedKeyReply has it."""
+    def create(self, tenant: str, roles: Collection[Role], expires_in_s: int | None) -> CreatedKeyReply:
+        """Make a key."""
 
-    def list(self, tenant: str | None) -> bytes:
-        """Return the keys, or only a tenant's, as KeysReply has them."""
+    def list(self, tenant: str | None) -> list[KeyReply]:
+        """Return the keys, or only a tenant's."""
 
-    def revoke(self, key_id: str) -> bytes:
+    def revoke(self, key_id: str) -> RevokedKeyReply:
         """Remove a key."""
 
 
@@ -93,18 +73,36 @@ class ServerKeys:
     def __init__(self, address: ServerAddress) -> None:
         self._address = address
 
-    def create(self, tenant: str, roles: Collection[Role], expires_in_s: int | None) -> bytes:
-        body = {"tenant": tenant, "roles": [*roles], "expires_in_s": expires_in_s}
-        with RemoteServer(self._address) as server:
-            return server.call("POST", "/keys", body=body)
+    def create(self, tenant: str, roles: Collection[Role], expires_in_s: int | None) -> CreatedKeyReply:
+        with Client.at(self._address) as client:
+            return client.create_key(tenant, roles, expires_in_s)
 
-    def list(self, tenant: str | None) -> bytes:
-        with RemoteServer(self._address) as server:
-            return whole_list(server, "/keys", "keys", {} if tenant is None else {"tenant": tenant})
+    def list(self, tenant: str | None) -> list[KeyReply]:
+        with Client.at(self._address) as client:
+            return client.keys(tenant)
 
-    def revoke(self, key_id: str) -> bytes:
-        with RemoteServer(self._address) as server:
-            return server.call("DELETE", f"/keys/{key_id}")
+    def revoke(self, key_id: str) -> RevokedKeyReply:
+        with Client.at(self._address) as client:
+            return client.revoke_key(key_id)
+
+
+class StoredKeys:
+    """The keys of a registry, in the documents of a server."""
+
+    def __init__(self, location: str) -> None:
+        from server.tenants.keys import RegistryKeys
+
+        self._keys = RegistryKeys(location)
+
+    def create(self, tenant: str, roles: Collection[Role], expires_in_s: int | None) -> CreatedKeyReply:
+        return parsed(self._keys.create(tenant, roles, expires_in_s), CreatedKeyReply)
+
+    def list(self, tenant: str | None) -> list[KeyReply]:
+        found = msgspec.json.decode(self._keys.list(tenant))["keys"]
+        return [converted(key, KeyReply) for key in found]
+
+    def revoke(self, key_id: str) -> RevokedKeyReply:
+        return parsed(self._keys.revoke(key_id), RevokedKeyReply)
 
 
 def _keys(
@@ -119,9 +117,7 @@ def _keys(
         raise UsageError(
             "--registry needs no server: leave out --url and --key-file, or leave out --registry"
         )
-    from server.tenants.keys import RegistryKeys
-
-    return RegistryKeys(registry)
+    return StoredKeys(registry)
 
 
 @app.command()
@@ -149,10 +145,9 @@ def create(
 
     The first key of a server is made in its registry: peraxis keys create --registry DIR --tenant ops --role admin
     """
-    content = keys.create(tenant, [role.value for role in roles], seconds_of(expires_in))
-    made = parsed(content, CreatedKeyReply)
+    made = keys.create(tenant, [role.value for role in roles], seconds_of(expires_in))
     if as_json:
-        print_reply(content)
+        print_json(made.as_json())
         return
     expires = f"expires at {made.expires_at}" if made.expires_at else "does not expire"
     about = f"key {made.id} of tenant {made.tenant}, roles {', '.join(made.roles)}, {expires}"
@@ -174,10 +169,9 @@ def list_keys(
 
     Example: peraxis keys list --tenant acme
     """
-    content = keys.list(tenant)
-    found = parsed(content, KeysReply).keys
+    found = keys.list(tenant)
     if as_json:
-        print_reply(content)
+        print_json({"keys": [key.as_json() for key in found]})
         return
     head = ("ID", "TENANT", "ROLES", "CREATED", "EXPIRES")
     rows = [
@@ -206,9 +200,9 @@ def revoke(
     """
     # A whole key that was pasted must not reach a URL, where logs would keep it.
     key_id = key_id_of(key_id)
-    content = keys.revoke(key_id)
+    reply = keys.revoke(key_id)
     if as_json:
-        print_reply(content)
+        print_json(reply.as_json())
         return
     print(f"revoked {key_id}")
 

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import httpx
 import pytest
 
-from client.options import DEFAULT_URL
+from client.http import DEFAULT_URL
 from compressor.config import CompressConfig
 from compressor.pipeline import compress
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from client import waiting
-from client.chat import Answer, ReceivedChunk, ReceivedUsage, stream
-from client.http import ServerAddress, parsed
-from client.waiting import ServerWait
+from client.answers import Answer, ReceivedChunk, ReceivedUsage
+from client.calls import Calls
+from client.http import AsyncTransport, ServerAddress, parsed
 from peraxis.cli import run
 from tests.client.helpers.scripted_server import (
     Reaction,
@@ -231,18 +231,22 @@ def test_a_server_that_never_answered_is_not_asked_again_without_wait(capsys: Ou
 
 def test_the_time_to_the_first_token_is_without_the_wait_for_the_server() -> None:
     pauses: list[float] = []
-    answer, wait = Answer("a"), ServerWait("http://host", clock=lambda: sum(pauses))
-    began_at = answer.sent_at
 
-    async def pause(pause_s: float) -> None:
-        pauses.append(pause_s)
+    class Paused(AsyncTransport):
+        async def sleep(self, seconds: float) -> None:
+            pauses.append(seconds)
 
-    async def ask(url: str) -> None:
-        async for _ in stream(ServerAddress.of(url, None), {"model": "a"}, answer, wait, sleep=pause):
+    async def ask(url: str) -> tuple[Answer, float]:
+        transport = Paused(ServerAddress.of(url))
+        stream = Calls(transport).stream_chat("a", "Hi")
+        began_at = stream.answer.sent_at
+        async for _ in stream:
             pass
+        await transport.close()
+        return stream.answer, began_at
 
     with scripted_server(refuse(503, "draining"), said("Hello.")) as server:
-        asyncio.run(ask(server.url))
+        answer, began_at = asyncio.run(ask(server.url))
     assert (pauses, answer.text) == ([1], "Hello.")
     assert answer.sent_at > began_at
 

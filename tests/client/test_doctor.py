@@ -51,6 +51,14 @@ def test_the_address_may_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     assert f"{server.url} answers" in capsys.readouterr().out
 
 
+def test_findings_name_flags(capsys: Output) -> None:
+    for failed in (refuse(401, "invalid_api_key"), answer(404, b"<html>")):
+        code, checks = examined(capsys, ALIVE, failed, failed, STATS)
+        assert code == 1
+        assert "`" not in checks["ready"]["message"]
+        assert "--url" in checks["ready"]["message"] or "--key-file" in checks["ready"]["message"]
+
+
 def test_the_keys_tenant_roles_and_expiry_are_told(capsys: Output) -> None:
     code, checks = examined(capsys, ALIVE, READY, ME, STATS)
     assert code == 0

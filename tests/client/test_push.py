@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -15,8 +16,9 @@ import pytest
 from huggingface_hub import constants
 
 from client import waiting
-from client.http import NoAnswer, NoServer, RemoteServer, ServerAddress, ServerRefused
-from client.push import ANSWER_S, MAX_ATTEMPTS, ArtifactFile, Publishing, publish
+from client.http import BlockingTransport, NoAnswer, NoServer, ServerAddress, ServerRefused
+from client.options import print_line
+from client.publishing import MAX_ATTEMPTS, ArtifactFile, Publishing, publish
 from client.waiting import ServerWait
 from deltastore import console
 from deltastore.errors import ArtifactError
@@ -67,18 +69,30 @@ def pushed(file: Path | str, *reactions: Reaction, args: tuple[str, ...] = ()) -
     return code, server
 
 
+class PausedTransport(BlockingTransport):
+    """A transport that notes its pauses and takes none."""
+
+    def __init__(self, address: ServerAddress) -> None:
+        super().__init__(address)
+        self.pauses: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+
+
 def pauses_of_push(file: Path, *reactions: Reaction) -> tuple[list[float], NoAnswer | ServerRefused | None]:
     """Push to a scripted server on a clock that only pauses move; return them, and the error that ended the push."""
-    pauses: list[float] = []
     publishing = Publishing(ArtifactFile.read(file, lambda _: None), "a", True)
     with scripted_server(*reactions) as scripted:
-        wait = ServerWait(scripted.url, clock=lambda: sum(pauses))
-        with RemoteServer(ServerAddress.of(scripted.url, None), ANSWER_S) as server:
-            try:
-                publish(server, publishing, False, wait, sleep=pauses.append)
-            except (NoAnswer, ServerRefused) as error:
-                return pauses, error
-    return pauses, None
+        transport = PausedTransport(ServerAddress.of(scripted.url))
+        wait = ServerWait(scripted.url, clock=lambda: sum(transport.pauses), tell=print_line)
+        try:
+            asyncio.run(publish(transport, publishing, False, wait, print_line))
+        except (NoAnswer, ServerRefused) as error:
+            return transport.pauses, error
+        finally:
+            asyncio.run(transport.close())
+    return transport.pauses, None
 
 
 def error_of(capsys: Output) -> dict[str, Any]:
@@ -200,6 +214,8 @@ def test_a_failure_that_may_pass_is_tried_again(file: Path, failure: Reaction, c
     assert captured.out.startswith("a@1 ")
     assert captured.err.startswith("attempt 1 of 8 failed: ")
     assert captured.err.count("\n") == 1
+    # Of library functions, which name arguments in backticks.
+    assert "`" not in captured.err
 
 
 def test_an_upload_whose_answer_was_lost_is_found_and_not_repeated(file: Path, capsys: Output) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import sys
 import time
 from contextlib import suppress
 
@@ -68,3 +69,50 @@ def test_a_terminal_gets_a_bar_that_vanishes_and_a_dumb_one_lines(
     os.close(controller)
     erase_line = "\x1b[2K"
     assert ("50%, 1.00MB of 2.00MB" in screen, erase_line in screen) == (True, is_bar)
+
+
+class Notebook:
+    """IPython in a notebook, as far as bars use it; keeps what is displayed, in its present state."""
+
+    def __init__(self, has_kernel: bool) -> None:
+        self.shown: list[dict[str, str]] = []
+        self.kernel = object() if has_kernel else None
+
+    def get_ipython(self) -> Notebook:
+        return self
+
+    def display(self, data: dict[str, str], *, raw: bool, display_id: bool) -> Notebook:
+        assert raw
+        assert display_id
+        self.shown.append(data)
+        return self
+
+    def update(self, data: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.shown[-1] = data
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+def test_a_notebook_gets_one_bar_of_html_that_ends_full(
+    has_kernel: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = Notebook(has_kernel)
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    monkeypatch.setattr(console, "LINE_INTERVAL_S", 0)
+    with console.byte_progress(3000, "sending <b>", enabled=True) as bar:
+        for _ in range(3):
+            bar.update(1000)
+    written = capsys.readouterr().err
+    if not has_kernel:
+        assert (notebook.shown, written.startswith("sending <b>: ")) == ([], True)
+        return
+    (shown,) = notebook.shown
+    assert shown["text/plain"].startswith("sending <b>: 100%, 3.00kB of 3.00kB")
+    assert shown["text/html"].startswith(
+        '<progress value="3000" max="3000"></progress> sending &lt;b&gt;: 100%'
+    )
+    assert written == ""
+    with console.byte_progress(3000, "quiet", enabled=False) as bar:
+        bar.update(3000)
+    assert len(notebook.shown) == 1

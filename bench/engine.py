@@ -19,9 +19,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -147,12 +145,10 @@ class BlockingEngine:
 
 
 @contextmanager
-def engine_process(
-    settings: Settings, address: str, variables: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[Callable[[], None]]:
-    """Run an engine in a process that is started as the supervisor starts its own, with `variables` beside ours."""
+def engine_process(settings: Settings, address: str) -> Iterator[Callable[[], None]]:
+    """Run an engine in a process that is started as the supervisor starts its own."""
     config = EngineConfig(settings.model_dump_json(), address, os.getpid())
-    environment = {**os.environ, **variables}
+    environment = dict(os.environ)
     bound_spinning(environment)
     command = [str(settings.engine_python or sys.executable), "-P", "-m", "server.engine.main"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
@@ -383,20 +379,9 @@ def text_of(prompt: Sequence[int], letter: str = "w") -> str:
 
 @contextmanager
 def serving(
-    base: Path,
-    registry: Registry,
-    records: list[VersionRecord],
-    *,
-    mode: Mode = "process",
-    variables: Mapping[str, str] = MappingProxyType({}),
-    **overrides: Any,
+    base: Path, registry: Registry, records: list[VersionRecord], *, mode: Mode = "process", **overrides: Any
 ) -> Iterator[BenchEngine]:
-    """Run an engine as a process, or as a thread that a bench reaches into.
-
-    Args:
-        variables: of the process's environment, beside those that it inherits.
-        overrides: settings.
-    """
+    """Run an engine as a process, or as a thread that a bench reaches into; `overrides` are settings."""
     settings: dict[str, Any] = {
         "max_gpu_deltas": max(2, len(records)),
         "max_host_cache_gb": 0,
@@ -406,7 +391,7 @@ def serving(
         "load_threads": 2,
     }
     given = Settings(base=base, registry=str(registry.root), **{**settings, **overrides})
-    with running_engine(given, mode, partial(engine_process, variables=variables)) as engine:
+    with running_engine(given, mode) as engine:
         yield BenchEngine(engine, records)
 
 

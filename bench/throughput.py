@@ -44,8 +44,6 @@ KV_CACHE_GB = 0.6  # at the shapes of larger models; else what the server takes
 OURS, OURS_ON_VLLM = "Peraxis", "Peraxis with vLLM"
 # Tokens of a step of vLLM on the CPU, unless it is told another number: peers have it.
 VLLM_STEP = 4096
-# How long GNU's OpenMP spins where nobody has chosen.
-GOMP_SPINS = "300000"
 # Tokens of each answer while all warm up: deltas are loaded, and kernels compiled.
 WARM_UP_TOKENS = 4
 
@@ -338,7 +336,7 @@ def goals(rates: Mapping[Key, Sequence[float]]) -> Iterator[Goal]:
     def ratio(one: Key, *others: Key) -> float:
         """Return the median over the turns of one's rate by the best of the others', because machines drift."""
         turns = zip(rates[one], *(rates[other] for other in others), strict=True)
-        return median(own / max(rest) for own, *rest in turns)
+        return float(median(own / max(rest) for own, *rest in turns))
 
     num_requests = sorted({count for name, count, _ in rates if name == STATIC})
     for count in num_requests:
@@ -419,10 +417,7 @@ def contenders(
         compiled = running_vllm(args.vllm, base, (), binding, max(scale.num_requests))
         subjects += compiled_contenders(stack.enter_context(compiled), scale.num_requests)
         sizes = {**settings, "kv_cache_gb": scale.kv_cache_gb or KV_CACHE_GB, "max_batch_tokens": VLLM_STEP}
-        sizes |= {"backend": "vllm", "engine_python": args.vllm}
-        # Its threads wait as vLLM's own do: on all cores, where nothing else runs.
-        variables = {"VLLM_CPU_OMP_THREADS_BIND": binding, "GOMP_SPINCOUNT": GOMP_SPINS}
-        engine = serving(base, registry, records, variables=variables, **sizes)
+        engine = serving(base, registry, records, backend="vllm", engine_python=args.vllm, **sizes)
         subjects += ours(stack.enter_context(engine), scale, OURS_ON_VLLM)
     library = stack.enter_context(running_library(base, scale.num_merged))
     subjects += library_contenders(library, scale.num_requests, scale.counts)

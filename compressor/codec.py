@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from compressor.config import Method
-from deltastore.format.matrix import MatrixDelta, SignPlane, pack_signs, packed_width
+from deltastore.format.matrix import MatrixDelta, SignPlane, StackDelta, pack_signs, packed_width
 
 T = TypeVar("T")
 
@@ -73,7 +73,8 @@ class Difference(Protocol):
         ...
 
 
-D = TypeVar("D", SignPlane, MatrixDelta)
+D = TypeVar("D", SignPlane, MatrixDelta, StackDelta)
+M = TypeVar("M", SignPlane, MatrixDelta)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +89,7 @@ class Coded(Generic[D]):
     @property
     def is_zero(self) -> bool:
         """True if every difference is zero."""
-        return self.num_zeros == self.delta.out_features * self.delta.in_features
+        return self.num_zeros == math.prod(self.delta.shape)
 
     @property
     def error(self) -> float:
@@ -116,13 +117,35 @@ def code_matrix(difference: Difference, method: Method, each: Map = map) -> Code
         each: maps a function over the row blocks; sums are taken in their order, so the result does not depend on it.
     """
     sums = _signs_and_sums(difference, each)
-    scale_out, scale_in = _scales(difference, sums, method, each)
+    by_row = _is_by_row([(sums, difference.shape)])
+    scale_out, scale_in = _scales(difference, sums, method, each, by_row)
     delta = SignPlane.from_scales(sums.signs, difference.shape[1], scale_out, scale_in)
     squared_error = _squared_error(difference, delta, each) if sums.squared_norm else 0.0
     return Coded(delta, sums.num_zeros, sums.squared_norm, squared_error)
 
 
-def measured(difference: Difference, delta: D, each: Map = map) -> Coded[D]:
+def code_stack(
+    experts: Sequence[Difference], method: Method, *, transposed: bool, each: Map = map
+) -> Coded[StackDelta]:
+    """Code the matrices of a stack of experts ``[rows, columns]``, each with signs and scales of its own.
+
+    Args:
+        method: as for `code_matrix`; `per-axis` takes the axis that errs less over all experts.
+        transposed: rows are inputs.
+        each: as for `code_matrix`, over the row blocks of one expert.
+    """
+    sums = [_signs_and_sums(expert, each) for expert in experts]
+    by_row = _is_by_row((own, expert.shape) for own, expert in zip(sums, experts, strict=True))
+    planes, squared_error = [], 0.0
+    for expert, own in zip(experts, sums, strict=True):
+        scale_out, scale_in = _scales(expert, own, method, each, by_row)
+        planes.append(SignPlane.from_scales(own.signs, expert.shape[1], scale_out, scale_in))
+        squared_error += _squared_error(expert, planes[-1], each) if own.squared_norm else 0.0
+    num_zeros, squared_norm = sum(own.num_zeros for own in sums), sum(own.squared_norm for own in sums)
+    return Coded(StackDelta(tuple(planes), transposed), num_zeros, squared_norm, squared_error)
+
+
+def measured(difference: Difference, delta: M, each: Map = map) -> Coded[M]:
     """Return a matrix that was coded by other means, with its error."""
     sums = _signs_and_sums(difference, each)
     return Coded(delta, sums.num_zeros, sums.squared_norm, _squared_distance(difference, delta, each))
@@ -162,19 +185,31 @@ def _alternate_zeros(positive: Tensor, block: Tensor, first_row: int) -> int:
     return num_zeros
 
 
+def _is_by_row(matrices: Iterable[tuple[_SignsAndSums, tuple[int, ...]]]) -> bool:
+    """True if one scale per row of each matrix explains at least as much of all differences as one per column."""
+    explained_out = explained_in = torch.zeros((), dtype=torch.float64)
+    for sums, (out_features, in_features) in matrices:
+        # A scale explains its square of the squared norm, once per weight.
+        explained_out = explained_out + (sums.row_sums / in_features).square().sum() * in_features
+        explained_in = explained_in + (sums.column_sums / out_features).square().sum() * out_features
+    return bool(explained_out >= explained_in)
+
+
 def _scales(
-    difference: Difference, sums: _SignsAndSums, method: Method, each: Map
+    difference: Difference, sums: _SignsAndSums, method: Method, each: Map, by_row: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Scales per output row and per input column, float64; None where the method has none."""
+    """Scales per output row and per input column, float64; None where the method has none.
+
+    Args:
+        by_row: of the method `per-axis`: the axis.
+    """
     out_features, in_features = difference.shape
     if method == "scalar":
         return sums.row_sums.sum()[None] / (out_features * in_features), None
-    by_row, by_column = sums.row_sums / in_features, sums.column_sums / out_features
+    of_rows, of_columns = sums.row_sums / in_features, sums.column_sums / out_features
     if method == "both":
-        return _rank_one(difference, by_column, each)
-    # A scale explains its square of the squared norm, once per weight.
-    explained_out, explained_in = by_row.square().sum() * in_features, by_column.square().sum() * out_features
-    return (by_row, None) if explained_out >= explained_in else (None, by_column)
+        return _rank_one(difference, of_columns, each)
+    return (of_rows, None) if by_row else (None, of_columns)
 
 
 def _rank_one(

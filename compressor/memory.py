@@ -160,7 +160,14 @@ def device_of(config: CompressConfig) -> torch.device:
 
 def stage_bounds(config: CompressConfig, pairs: Pairs, coded: Collection[str]) -> list[StageBound]:
     """Return the bound of every stage of a run."""
-    coding = StageBound("coding", CODING_BYTES)
+    # The signs of one stack of experts are stacked when they are written.
+    stacks = (
+        one_bit_plan({pair.name: pair.shape}, [pair.name])
+        for pair in pairs.tensors
+        if pair.name in pairs.stacks
+    )
+    largest = max((plan.device_bytes for plan in stacks), default=0)
+    coding = StageBound("coding", CODING_BYTES + 2 * largest)
     if config.fit_settings is None:
         return [coding]
     # Deferred, because it imports transformers, which takes seconds.
@@ -182,7 +189,9 @@ def disk_bytes(
     The artifact is written to a spool and then in one piece, so it takes its space twice for a moment. The stages that
     calibration keeps for a resumed run take about as much again, and the state of the end-to-end stage comes on top.
     """
-    matrices = one_bit_plan({pair.name: pair.shape for pair in pairs.tensors if pair.name in coded})
+    shapes = {pair.name: pair.shape for pair in pairs.tensors if pair.name in coded}
+    stacks = [name for name in pairs.stacks if name in coded]
+    matrices = one_bit_plan(shapes, stacks)
     whole = sum(pair.tensor.num_bytes for pair in pairs.tensors if pair.name not in coded)
     added = sum(pair.added_rows * pair.row_bytes for pair in pairs.tensors if pair.name in coded)
     budget, copies = (1.0, 2) if config.fit_settings is None else (config.fit_settings.budget, 4)
@@ -192,8 +201,10 @@ def disk_bytes(
         # Deferred, because it imports transformers, which takes seconds.
         from compressor.fit.fit import recipe_of
 
-        num_weights = sum(math.prod(pair.shape) for pair in pairs.tensors if pair.name in coded)
-        num_scales = matrices.scales_bytes // FP16_BYTES
+        # Stacks of experts are coded from weights alone, and have no state.
+        fitted = {name: shape for name, shape in shapes.items() if name not in stacks}
+        num_weights = sum(map(math.prod, fitted.values()))
+        num_scales = one_bit_plan(fitted).scales_bytes // FP16_BYTES
         distillation = recipe_of(config.fit_settings, config.scales).distillation
         needed += state_bytes(distillation, budget, num_weights, num_scales)
     return needed
@@ -218,6 +229,7 @@ class ModelShapes:
     is_tied: bool
     coded: Mapping[str, tuple[int, int]]  # the matrices to fit, those outside of blocks included
     kv_features: int  # of the KV cache, per token and block
+    stack_bytes: int = 0  # of the deltas of stacks of experts, which stay in memory
 
     @cached_property
     def numels(self) -> list[int]:
@@ -250,6 +262,7 @@ def shapes_of(pairs: Sequence[TensorPair], coded: Collection[str], config: Mappi
         if number is not None:
             blocks.setdefault(".".join(parts[: number + 1]), {})[pair.name] = pair.tensor.shape
     finetune = pairs[0].finetune
+    stacks = {pair.name: pair.shape for pair in pairs if pair.name in coded and pair.transposed is not None}
     embedding = finetune.tensors[str(finetune.embedding_name)].shape if finetune.embedding_name else (1, 1)
     heads = int(config.get("num_attention_heads") or config.get("n_head") or 1)
     head_dim = int(config.get("head_dim") or embedding[1] // heads)
@@ -257,7 +270,12 @@ def shapes_of(pairs: Sequence[TensorPair], coded: Collection[str], config: Mappi
         blocks=list(blocks.values()),
         embedding=(embedding[0], embedding[1]),
         is_tied=finetune.tied,
-        coded={pair.name: (pair.shape[0], pair.shape[1]) for pair in pairs if pair.name in coded},
+        coded={
+            pair.name: (pair.shape[0], pair.shape[1])
+            for pair in pairs
+            if pair.name in coded and pair.transposed is None
+        },
+        stack_bytes=one_bit_plan(stacks, stacks).device_bytes,
         kv_features=2 * int(config.get("num_key_value_heads") or heads) * head_dim,
     )
 
@@ -337,7 +355,7 @@ class FitBounds:
 
     def _stage(self, name: str, host: int, device: int, more: int = 0) -> StageBound:
         """Return the bound of a stage that also uses up to `more` bytes where models run, as far as they are free."""
-        host += LIBRARIES_BYTES
+        host += LIBRARIES_BYTES + self.shapes.stack_bytes
         if self.is_cpu:
             needed = host + device
             return StageBound(name, min(needed + more, max(needed, self.free["host"])))

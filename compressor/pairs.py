@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from compressor.codec import Coded, Map, code_matrix, measured, row_blocks, workers
+from compressor.codec import Coded, Map, code_matrix, code_stack, measured, row_blocks, workers
 from compressor.config import Method
+from compressor.experts import check_not_mxfp4, in_base_form, stacks_of
 from compressor.names import (
     TUNED_FROM,
     check_names,
@@ -36,7 +37,13 @@ from deltastore.console import rounded
 from deltastore.errors import CheckpointError, shown
 from deltastore.format.layout import FLOATS
 from deltastore.format.manifest import TensorSpec
-from deltastore.format.matrix import MatrixDelta, SignPlane, largest_of_plane, largest_of_residual
+from deltastore.format.matrix import (
+    MatrixDelta,
+    SignPlane,
+    StackDelta,
+    largest_of_plane,
+    largest_of_residual,
+)
 from deltastore.format.sizes import is_matrix
 from deltastore.format.validate import LARGEST_SCALE
 from deltastore.wrappers import tower_differences
@@ -51,6 +58,8 @@ class TensorPair:
     finetune: Checkpoint
     base_tensor: StoredTensor
     tensor: StoredTensor  # the fine-tune's
+    # Of a stack of experts: rows of the stored matrices are inputs. None for other tensors.
+    transposed: bool | None = None
 
     @property
     def against(self) -> str | None:
@@ -61,6 +70,11 @@ class TensorPair:
     def shape(self) -> tuple[int, ...]:
         """The shape of the difference, which is the base's."""
         return self.base_tensor.shape
+
+    @property
+    def flat_shape(self) -> tuple[int, ...]:
+        """The shape by which row blocks are counted: the matrices of a stack are one below the other."""
+        return self.shape if self.transposed is None else (self.shape[0] * self.shape[1], self.shape[2])
 
     @property
     def added_rows(self) -> int:
@@ -81,21 +95,36 @@ class TensorPair:
         return self.base_tensor.num_bytes + self.tensor.num_bytes
 
     def row_block(self, rows: slice) -> Tensor:
-        """Return some rows of the difference, in new float32 memory.
+        """Return some rows of the difference, counted by `flat_shape`, in new float32 memory.
 
         Raises:
             CheckpointError: NaN or infinity in either side.
         """
-        block = self.finetune.read(self.tensor.name, rows).float()
-        block.sub_(self.base.read(self.base_tensor.name, rows).float())
+        block = self.finetune_rows(rows).float()
+        block.sub_(self.base_rows(rows).float())
         if not is_finite(block):
-            base_is_finite = is_finite(self.base.read(self.base_tensor.name, rows))
-            raise _not_finite(self.tensor if base_is_finite else self.base_tensor)
+            stored = self.tensor if is_finite(self.base_rows(rows)) else self.base_tensor
+            if self.transposed is None:
+                raise _not_finite(stored)
+            bad = int(block.isfinite().all(1).long().argmin())
+            raise _not_finite(stored, (rows.start + bad) // self.shape[1])
         return block
+
+    def base_rows(self, rows: slice) -> Tensor:
+        """Read some rows of the base's tensor, counted by `flat_shape`."""
+        return _rows_of(self.base, self.base_tensor, rows, self.transposed is not None)
+
+    def finetune_rows(self, rows: slice) -> Tensor:
+        """Read some rows of the fine-tune's tensor, counted by `flat_shape`."""
+        return _rows_of(self.finetune, self.tensor, rows, self.transposed is not None)
+
+    def experts(self) -> list[ExpertPair]:
+        """Return the matrices of a stack."""
+        return [ExpertPair(self, number) for number in range(self.shape[0])]
 
     def is_changed(self) -> bool:
         """True if any value differs or rows were added. Reads until the first difference."""
-        return self.added_rows > 0 or any(self.row_block(rows).any() for rows in row_blocks(self.shape))
+        return self.added_rows > 0 or any(self.row_block(rows).any() for rows in row_blocks(self.flat_shape))
 
     def is_same_bytes(self) -> bool:
         """True if both sides store the same bytes in one dtype and shape, integers included."""
@@ -125,6 +154,27 @@ class TensorPair:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ExpertPair:
+    """The difference of one matrix of a stack, which can be read any number of times."""
+
+    stack: TensorPair
+    number: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+    def row_block(self, rows: slice) -> Tensor:
+        """Return some rows of the difference; raises as `TensorPair.row_block` does."""
+        first = self.number * self.shape[0]
+        return self.stack.row_block(slice(first + rows.start, first + rows.stop))
+
+
+def _rows_of(checkpoint: Checkpoint, stored: StoredTensor, rows: slice, is_stack: bool) -> Tensor:
+    return checkpoint.read_flat(stored.name, rows) if is_stack else checkpoint.read(stored.name, rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
     """Two checkpoints as pairs of the tensors that a delta may carry."""
 
@@ -132,6 +182,11 @@ class Pairs:
     finetune: Checkpoint
     tensors: Sequence[TensorPair]  # in layer order
     tied: bool  # both models' output heads are their input embeddings
+
+    @property
+    def stacks(self) -> list[str]:
+        """The names of the stacks of experts."""
+        return [pair.name for pair in self.tensors if pair.transposed is not None]
 
     @property
     def num_weights(self) -> int:
@@ -159,8 +214,9 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     """
     check_architecture(base.config, finetune.config, base.path, finetune.path)
     for checkpoint in (base, finetune):
+        check_not_mxfp4(checkpoint)
         warn_of_stale_index(checkpoint)
-    finetune = with_base_names(base, finetune)
+    finetune = in_base_form(base, with_base_names(base, finetune))
     base_head, head = base.head_name, finetune.head_name
     # By name in the artifact, the names of the base's and the fine-tune's tensor.
     pairs = {name: (name, name) for name in _names(finetune)}
@@ -172,8 +228,9 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     unknown = {name for name, (source, _) in pairs.items() if source not in base.tensors}
     if missing or unknown:
         check_names(base, finetune, missing, unknown)
+    stacks = stacks_of(base)
     paired = [
-        TensorPair(name, base, finetune, base.tensors[source], finetune.tensors[target])
+        TensorPair(name, base, finetune, base.tensors[source], finetune.tensors[target], stacks.get(source))
         for name, (source, target) in sorted(pairs.items(), key=lambda item: layer_order(item[0]))
         if name not in unknown
     ]
@@ -285,9 +342,10 @@ def _check_dtypes(pair: TensorPair) -> None:
             )
 
 
-def _not_finite(stored: StoredTensor) -> CheckpointError:
+def _not_finite(stored: StoredTensor, expert: int | None = None) -> CheckpointError:
+    where = "" if expert is None else f" in expert {expert}"
     return CheckpointError(
-        f"{stored.file}: tensor {stored.name!r} holds NaN or infinity: "
+        f"{stored.file}: tensor {stored.name!r} holds NaN or infinity{where}: "
         "the checkpoint is damaged, or its training diverged"
     )
 
@@ -456,13 +514,16 @@ def changed_names(pairs: Pairs) -> frozenset[str]:
 
 def _is_changed(pair: TensorPair, each: Map) -> bool:
     # The list is made whole, because every row block must be checked for NaN.
-    differs = list(each(lambda rows: bool(pair.row_block(rows).any()), row_blocks(pair.shape)))
+    differs = list(each(lambda rows: bool(pair.row_block(rows).any()), row_blocks(pair.flat_shape)))
     return pair.added() is not None or any(differs)
 
 
 def _content(pair: TensorPair, coding: PairCoding, each: Map) -> CodedMatrix | Tensor | None:
     if pair.name not in coding.names:
         return pair.whole() if pair.is_changed() else None
+    if pair.transposed is not None:
+        stack = code_stack(pair.experts(), coding.method, transposed=pair.transposed, each=each)
+        return _coded(pair, stack, "alternate")
     fitted = coding.fitted.get(pair.name)
     if fitted is not None:
         return _coded(pair, measured(pair, fitted, each), "fitted")
@@ -474,10 +535,15 @@ def _as_matrix(coded: Coded[SignPlane]) -> Coded[MatrixDelta]:
     return Coded(delta, coded.num_zeros, coded.squared_norm, coded.squared_error)
 
 
-def _coded(pair: TensorPair, coded: Coded[MatrixDelta], zeros: Zeros) -> CodedMatrix | None:
+def _coded(
+    pair: TensorPair, coded: Coded[MatrixDelta] | Coded[StackDelta], zeros: Zeros
+) -> CodedMatrix | None:
     if coded.is_zero and not pair.added_rows:
         return None
-    largest = _largest(coded.delta)
+    delta = coded.delta
+    # A stack has no further planes and no residual.
+    parts = [MatrixDelta((plane,)) for plane in delta.experts] if isinstance(delta, StackDelta) else [delta]
+    largest = max(map(_largest, parts))
     # Negated, so that NaN is refused as well.
     if not largest <= LARGEST_SCALE:
         raise CheckpointError(
@@ -485,18 +551,19 @@ def _coded(pair: TensorPair, coded: Coded[MatrixDelta], zeros: Zeros) -> CodedMa
             "give the base that it was tuned from"
         )
     spec = TensorSpec(
-        codec="onebit",
+        codec="onebit" if pair.transposed is None else "stack",
         shape=list(pair.tensor.shape),
-        axis=coded.delta.axis,
-        planes=coded.delta.num_planes,
-        rank=coded.delta.rank,
+        axis=delta.axis,
+        planes=parts[0].num_planes,
+        rank=parts[0].rank,
+        transposed=bool(pair.transposed),
         added_rows=pair.added_rows,
         against=pair.against,
         num_zeros=coded.num_zeros,
         zeros=zeros if coded.num_zeros else None,
         error=rounded(coded.error),
     )
-    return CodedMatrix(coded.delta, spec, pair.added(), coded.squared_norm, coded.squared_error)
+    return CodedMatrix(delta, spec, pair.added(), coded.squared_norm, coded.squared_error)
 
 
 def _largest(delta: MatrixDelta) -> float:

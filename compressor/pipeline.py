@@ -14,7 +14,13 @@ from torch import Tensor
 
 from compressor.adapters import finetune_directory
 from compressor.config import CompressConfig, FitSettings
-from compressor.decoder.weights import DeltaModel, base_with_added_rows, finetune_with_own_head
+from compressor.decoder.weights import (
+    CodedStacks,
+    DeltaModel,
+    Overlay,
+    base_with_added_rows,
+    finetune_with_own_head,
+)
 from compressor.memory import Requirements, check_memory, disk_bytes, requirements_of
 from compressor.model_card import DeltaFacts, check_card_directory, write_card
 from compressor.outputs import (
@@ -46,7 +52,7 @@ from deltastore.console import identify_base
 from deltastore.errors import FidelityError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
-from deltastore.format.sizes import FP16_BYTES, OneBitPlan, is_matrix, one_bit_plan
+from deltastore.format.sizes import FP16_BYTES, OneBitPlan, coded_names, one_bit_plan
 from deltastore.memory import return_freed_memory
 
 # For types alone, because it imports transformers, which takes seconds.
@@ -227,10 +233,16 @@ def _fit(
     spare_bytes = int((fit_settings.budget - 1) * _one_bit_plan(config, pairs).device_bytes)
     fitted_names = coded & changed_names(pairs)
     return_freed_memory()
+    changed = {pair.name: pair for pair in pairs.tensors if pair.name in fitted_names}
+    finetune = finetune_with_own_head(pairs)
+    stacks = CodedStacks(
+        {name: pair for name, pair in changed.items() if pair.transposed is not None}, config.scales
+    )
     fit = Fit(
-        pairs={pair.name: pair for pair in pairs.tensors if pair.name in fitted_names},
+        pairs={name: pair for name, pair in changed.items() if pair.transposed is None},
         base=base_with_added_rows(pairs),
-        finetune=finetune_with_own_head(pairs),
+        finetune=finetune,
+        student=Overlay(finetune, stacks.weight) if stacks.pairs else finetune,
         fit_settings=fit_settings,
         method=config.scales,
         recipe=recipe_of(fit_settings, config.scales),
@@ -247,7 +259,8 @@ def _inputs(
     """Return what a resumed run must share with the run that it continues."""
     return {
         "base": base.fingerprint,
-        "finetune": identify_base(finetune, config.progress).fingerprint,
+        # As it is stored, which may be another form of experts than the base's.
+        "finetune": identify_base(Checkpoint.open(finetune.path), config.progress).fingerprint,
         "version": version("peraxis"),
         "settings": settings_of(config),
         "text": fit_settings.calibration.text,
@@ -289,9 +302,8 @@ def _check_agreement(config: CompressConfig, fitted: Fitted) -> None:
 
 def _one_bit_plan(config: CompressConfig, pairs: Pairs) -> OneBitPlan:
     """Return the bytes of one bit per weight for every matrix of the pair."""
-    return one_bit_plan(
-        {pair.name: pair.shape for pair in pairs.tensors}, embeddings=config.embeddings == "compress"
-    )
+    shapes = {pair.name: pair.shape for pair in pairs.tensors}
+    return one_bit_plan(shapes, pairs.stacks, embeddings=config.embeddings == "compress")
 
 
 def _identify(base: Checkpoint, config: CompressConfig) -> Base:
@@ -301,11 +313,9 @@ def _identify(base: Checkpoint, config: CompressConfig) -> Base:
 
 
 def _coded_names(config: CompressConfig, pairs: Pairs) -> frozenset[str]:
-    """Return the names of the matrices that are coded at one bit where they differ from the base."""
-    embeddings = config.embeddings == "compress"
-    return frozenset(
-        pair.name for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=embeddings)
-    )
+    """Return the names of the matrices and stacks that are coded at one bit where they differ from the base."""
+    shapes = {pair.name: pair.shape for pair in pairs.tensors}
+    return coded_names(shapes, pairs.stacks, embeddings=config.embeddings == "compress")
 
 
 def _peak_memory_bytes() -> int:

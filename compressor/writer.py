@@ -21,14 +21,14 @@ from deltastore.base import Base
 from deltastore.console import byte_progress, rounded
 from deltastore.format.artifact import ArtifactWriter
 from deltastore.format.manifest import Manifest, TensorSpec
-from deltastore.format.matrix import MatrixDelta
+from deltastore.format.matrix import MatrixDelta, StackDelta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedMatrix:
-    """A matrix at one bit per weight, with its record for the manifest."""
+    """A matrix or a stack of experts at one bit per weight, with its record for the manifest."""
 
-    delta: MatrixDelta
+    delta: MatrixDelta | StackDelta
     spec: TensorSpec
     added_rows: Tensor | None = None  # [rows, in]: rows that the base lacks, in the fine-tune's dtype
     squared_norm: float = 0.0  # of the difference from the base; 0 where it was not measured
@@ -111,7 +111,10 @@ def write_delta(contents: DeltaContents, writer: ArtifactWriter, *, progress: bo
         for tensor in contents.tensors:
             content = tensor.content(each)
             if isinstance(content, CodedMatrix):
-                writer.add_onebit(tensor.name, content.delta, content.added_rows)
+                if isinstance(content.delta, StackDelta):
+                    writer.add_stack(tensor.name, content.delta)
+                else:
+                    writer.add_onebit(tensor.name, content.delta, content.added_rows)
                 specs[tensor.name] = content.spec
                 squared_norm += content.squared_norm
                 squared_error += content.squared_error

@@ -158,6 +158,22 @@ class Checkpoint:
         """The document of `config.json`, which for a wrapper is not that of its text model."""
         return self.config if self.wrapper is None else self.wrapper.config
 
+    def read_flat(self, name: str, rows: slice) -> Tensor:
+        """Read rows of a tensor that is taken for a matrix: rows of one expert of a stack follow those of another.
+
+        Args:
+            name: The tensor's name; it has two dimensions or more.
+            rows: A slice of step 1, with both ends, over all dimensions but the last.
+
+        Raises:
+            CheckpointError: Its shard is missing or has become shorter.
+        """
+        stored = self.tensors[name]
+        tensor = torch.empty(rows.stop - rows.start, stored.shape[-1], dtype=TORCH_DTYPE[stored.dtype])
+        if tensor.numel():
+            _fill(tensor, stored, rows.start * stored.shape[-1] * tensor.itemsize)
+        return tensor
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return every tensor's shape by name."""
         return {name: stored.shape for name, stored in self.tensors.items()}

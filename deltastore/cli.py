@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True)
 
 # Fields of a tensor's spec that are printed if they are set.
-NOTED = ("planes", "rank", "added_rows", "against", "num_zeros")
+NOTED = ("planes", "rank", "added_rows", "against", "num_zeros", "transposed")
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -49,8 +49,11 @@ def inspect(
     from deltastore.format.sizes import one_bit_plan
 
     if plan is not None:
-        shapes = model_shapes(plan)
-        plans = {"compress": one_bit_plan(shapes), "whole": one_bit_plan(shapes, embeddings=False)}
+        shapes, stacks = planned_tensors(plan)
+        plans = {
+            kind: one_bit_plan(shapes, stacks, embeddings=kind == "compress")
+            for kind in ("compress", "whole")
+        }
         print(json.dumps(_plans_json(plans), indent=2) if as_json else _plans_text(plans))
     if file is not None:
         with Artifact.open(file) as artifact:
@@ -86,9 +89,10 @@ def verify(
         raise typer.Exit(1)
 
 
-def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of the model that a directory's `config.json` describes, as `save_pretrained` names them.
+def planned_tensors(directory: Path) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """Return shapes and stacks of experts of the model that a directory's `config.json` describes.
 
+    Names are those of `save_pretrained`.
     Experts are listed one by one where checkpoints store them so, although transformers fuses them in memory. A tied
     head is not listed twice.
 
@@ -104,6 +108,7 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
+    from deltastore.experts import expert_stacks, is_stack
     from deltastore.wrappers import text_config
 
     with failures_as(
@@ -114,8 +119,11 @@ def model_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         config = text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    stored = revert_weight_conversion(model, dict(model.named_parameters()))
-    return {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    parameters = dict(model.named_parameters())
+    stored = revert_weight_conversion(model, parameters)
+    stacks = revert_weight_conversion(model, {name: parameters[name] for name in expert_stacks(model)})
+    names = frozenset(name for name in stacks if name in stored and is_stack(tuple(stored[name].shape)))
+    return {name: tuple(tensor.shape) for name, tensor in stored.items()}, names
 
 
 def _finding(file: Path, base: Base | None) -> tuple[str | None, str | None]:
@@ -136,13 +144,11 @@ def _finding(file: Path, base: Base | None) -> tuple[str | None, str | None]:
 
 
 def _facts(artifact: Artifact) -> dict[str, Any]:
-    from deltastore.format.manifest import FORMAT
-
     manifest, bytes_of = artifact.manifest, _bytes_by_kind(artifact)
     return {
         "file": str(artifact.path),
         "digest": f"sha256:{artifact.digest()}",
-        "format": FORMAT,
+        "format": int(manifest.format),
         "base_id": manifest.base_id,
         "base_fingerprint": manifest.base_fingerprint,
         "method": manifest.method,
@@ -183,7 +189,7 @@ def _text(facts: dict[str, Any]) -> str:
     for name, spec in facts["tensors"].items():
         shape = "x".join(map(str, spec["shape"]))
         error = f"error {spec['error']:.4f}" if "error" in spec else ""
-        notes = [f"{key} {spec[key]}" for key in NOTED if key in spec]
+        notes = [key if spec[key] is True else f"{key} {spec[key]}" for key in NOTED if key in spec]
         lines.append(
             f"  {name:<56} {shape:>14}  {spec.get('axis', 'whole'):<6} {' '.join([error, *notes])}".rstrip()
         )

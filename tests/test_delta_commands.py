@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltastore import console
 from deltastore.checkpoint import Checkpoint
-from deltastore.cli import model_shapes
+from deltastore.cli import planned_tensors
 from peraxis.cli import run
 from tests.compressor.helpers.compressing import enriched, rewrite
 from tests.compressor.helpers.decoders import make_model
@@ -343,7 +344,34 @@ def test_the_plan_counts_experts_one_by_one_as_checkpoints_have_them(
     base = make_model(architecture, tmp_path)
     stored = Checkpoint.open(base).tensors
     assert any(".experts.3." in name for name in stored)
-    assert model_shapes(base) == {name: tensor.shape for name, tensor in stored.items()}
+    assert planned_tensors(base)[0] == {name: tensor.shape for name, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "granitemoe"])
+def test_commands_take_stacks_of_experts(architecture: str, tmp_path: Path, capsys: Captured) -> None:
+    models, out = make_pair(architecture, tmp_path, dtype=torch.bfloat16), tmp_path / "delta"
+    assert run(compressing(models, out, "--calibration", "none", "--report", str(tmp_path / "card"))) == 0
+    capsys.readouterr()
+    assert run(["verify", str(out), "--base", str(models.base)]) == 0
+    assert capsys.readouterr().out.startswith(f"{out}: sound, and it fits base; ")
+    assert run(["inspect", str(out)]) == 0
+    [line] = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if "layers.0" in line and ("4x184x64" in line or "4x64x184" in line)
+    ]
+    assert re.search(
+        r" both +error 0\.\d{4} num_zeros \d+" + (" transposed$" if architecture == "gpt_oss" else "$"), line
+    )
+    made = document(["inspect", str(out)], capsys)
+    assert made["format"] == 2
+    # Norms, biases and routers are whole at 16 bits in both.
+    plan = document(["inspect", "--plan", str(models.base)], capsys)["embeddings"]["compress"]
+    assert (plan["signs_bytes"], plan["scales_bytes"]) == (made["bytes"]["signs"], made["bytes"]["scales"])
+    assert plan["device_bytes"] == made["device_bytes"]
+    card = (tmp_path / "card" / "README.md").read_text()
+    assert ("`gate_up_proj`" if architecture == "gpt_oss" else "`input_linear`") in card
+    assert run(["merge", "--base", str(models.base), "--delta", str(out), "--out", str(tmp_path / "m")]) == 0
 
 
 def test_an_artifact_larger_than_its_fine_tune_is_warned_of(tmp_path: Path, capsys: Captured) -> None:
@@ -370,4 +398,4 @@ def test_a_plan_of_no_model_is_one_error(content: str | None, tmp_path: Path, ca
 
 def test_shapes_of_a_configuration_are_those_of_its_checkpoint(models: TinyModels) -> None:
     stored = Checkpoint.open(models.base).tensors
-    assert model_shapes(models.base) == {name: tensor.shape for name, tensor in stored.items()}
+    assert planned_tensors(models.base)[0] == {name: tensor.shape for name, tensor in stored.items()}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from compressor.codec import row_blocks
-from compressor.convert.merge_kernel import merge_delta
+from compressor.convert.merge_kernel import merge_delta, merge_rows
 from compressor.decoder.weights import DeltaModel
 from compressor.outputs import check_free_disk, check_not_an_input
 from compressor.pairs import is_finite
@@ -243,6 +243,9 @@ class _MergedModel:
             for rows in row_blocks(source.shape, BLOCK_NUMEL):
                 yield self.base.read(source.name, rows).to(TORCH_DTYPE[output.dtype])
             return
+        if spec.codec == "stack":
+            yield from self._merged_stack(name, source.name)
+            return
         delta = self.artifact.onebit(name)
         for rows in row_blocks(source.shape, BLOCK_NUMEL):
             block = self.base.read(source.name, rows)
@@ -251,6 +254,16 @@ class _MergedModel:
             yield merged
         if (added := self.artifact.added(name)) is not None:
             yield added.to(self.dtype)
+
+    def _merged_stack(self, name: str, source: str) -> Iterator[Tensor]:
+        """Yield the row blocks of a stack's experts, one expert after the other."""
+        for number, plane in enumerate(self.artifact.stack(name).experts):
+            first = number * plane.out_features
+            for rows in row_blocks(plane.shape, BLOCK_NUMEL):
+                block = self.base.read_flat(source, slice(first + rows.start, first + rows.stop))
+                merged = torch.empty(block.shape, dtype=self.dtype)
+                merge_rows(block, plane, rows, merged)
+                yield merged
 
     def files(self) -> dict[str, bytes]:
         """The variant's own files, else the base's; and the configuration."""

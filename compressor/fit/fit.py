@@ -92,6 +92,7 @@ class Fit:
     pairs: Mapping[str, TensorPair]  # the matrices to code, each of which differs from the base's
     base: Weights  # with as many rows of the vocabulary as the fine-tune
     finetune: Weights  # with a head of its own where its delta has one
+    student: Weights  # the fine-tune with its stacks of experts as they are coded, from weights alone
     fit_settings: FitSettings
     method: Method
     recipe: Recipe  # of these settings and this method
@@ -151,7 +152,7 @@ class Fit:
 
     def _fit_layers(self, sequences: Sequence[Tensor], validation: TeacherTargets) -> dict[str, FittedMatrix]:
         """Fit layer by layer, from the first block on that the store lacks; other matrices from weights alone."""
-        layerwise = Layerwise(self.pairs, self.finetune, self.method, validation.teacher.device)
+        layerwise = Layerwise(self.pairs, self.finetune, self.student, self.method, validation.teacher.device)
         if self.recipe.layer_stage is not None:
             context = LayerStageContext(
                 finetune=self.finetune,
@@ -228,12 +229,12 @@ class Fit:
         def coded(name: str) -> Tensor | None:
             return weight_with_delta(self.pairs[name], deltas[name]) if name in deltas else None
 
-        return _fidelity(Overlay(self.finetune, coded), test), _fidelity(self.base, test)
+        return _fidelity(Overlay(self.student, coded), test), _fidelity(self.base, test)
 
     def _student(self, deltas: Mapping[str, MatrixDelta], device: torch.device) -> Student:
         relative = self.recipe.distillation.relative
         trainable = {name: Trainable.of(deltas[name], device, relative=relative) for name in self.pairs}
-        return Student(self.finetune, self.pairs, trainable, device)
+        return Student(self.student, self.pairs, trainable, device)
 
 
 def _fidelity(weights: Weights, test: TeacherTargets) -> Fidelity:

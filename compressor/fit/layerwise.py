@@ -55,6 +55,7 @@ class Layerwise:
 
     pairs: Mapping[str, TensorPair]  # the matrices to code
     finetune: Weights
+    rest: Weights  # what the student has beside the matrices to code: the fine-tune, with experts as they are coded
     method: Method  # of those that are coded from weights alone
     device: torch.device
     fitted: dict[str, FittedMatrix] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class Layerwise:
             on_block: given the matrices of each block when they are fitted.
         """
         teacher = Decoder(self.finetune, self.device, torch.float32)
-        student = Decoder(Overlay(self.finetune, self.replacement), self.device, torch.float32)
+        student = Decoder(Overlay(self.rest, self.replacement), self.device, torch.float32)
         teacher_hiddens, hiddens = teacher.embed(stage.batches), student.embed(stage.batches)
         for index in range(teacher.num_blocks):
             block = StudentBlock(student, index, student.load_block(index), hiddens)

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,7 +31,7 @@ from deltastore.format.header import (
 )
 from deltastore.format.layout import TENSOR_ALIGNMENT, check_layout
 from deltastore.format.manifest import MatrixParts, PlaneParts, file_tensor, padding_tensor, part_names
-from deltastore.format.matrix import MatrixDelta, SignPlane, is_gain
+from deltastore.format.matrix import MatrixDelta, SignPlane, StackDelta, are_gains, is_gain
 
 if TYPE_CHECKING:
     from deltastore.format.manifest import Manifest
@@ -105,6 +105,18 @@ class ArtifactWriter:
         planes = tuple(_plane_parts(plane) for plane in delta.planes)
         parts = MatrixParts(planes, delta.left, delta.right, added if num_added else None)
         for tensor_name, tensor in zip(part_names(name, spec).all(), parts.all(), strict=True):
+            self.add_whole(tensor_name, tensor)
+
+    def add_stack(self, name: str, delta: StackDelta) -> None:
+        """Append a stack of experts; raises as `add_onebit` does."""
+        # Deferred: it imports pydantic, which readers of a slot's bytes do without.
+        from deltastore.format.manifest import TensorSpec
+
+        spec = TensorSpec(
+            codec="stack", shape=list(delta.shape), axis=delta.axis, transposed=delta.transposed
+        )
+        (names,) = part_names(name, spec).planes
+        for tensor_name, tensor in zip(names.all(), _stack_parts(delta).all(), strict=True):
             self.add_whole(tensor_name, tensor)
 
     def add_whole(self, name: str, tensor: Tensor) -> None:
@@ -281,6 +293,45 @@ class Artifact:
             )
         return value
 
+    def stack(self, name: str) -> StackDelta:
+        """Read the experts of a tensor whose codec is `stack`.
+
+        Raises:
+            ArtifactError: A gain is not a power of two, or the file has become shorter.
+        """
+        spec, (plane,) = self.manifest.tensors[name], self.parts(name).planes
+        scales = [self._read_if(plane.scale_out), self._read_if(plane.scale_in)]
+        if spec.transposed and spec.axis != "scalar":
+            scales.reverse()
+        of_rows, of_columns = scales
+        signs, gains = self.read(plane.signs), self.gains(plane.gain).tolist()
+        experts = tuple(
+            SignPlane(
+                signs[number],
+                spec.shape[2],
+                gain,
+                None if of_rows is None else of_rows[number],
+                None if of_columns is None else of_columns[number],
+            )
+            for number, gain in enumerate(gains)
+        )
+        return StackDelta(experts, spec.transposed)
+
+    def gains(self, entry: TensorEntry) -> Tensor:  # [experts] float32
+        """Read the gains of a stack's experts.
+
+        Raises:
+            ArtifactError: One is not a power of two.
+        """
+        values = self.read(entry)
+        if not are_gains(values).all():
+            number = int(are_gains(values).long().argmin())
+            raise ArtifactError(
+                f"{self.where}: gain {float(values[number])} of expert {number} in tensor {shown(entry.name)} is not "
+                "a power of two: compress or upload it again"
+            )
+        return values
+
     def added(self, name: str) -> Tensor | None:
         """Read the rows that the base lacks; None if there are none."""
         return self._read_if(self.parts(name).added)
@@ -305,3 +356,21 @@ class Artifact:
 def _plane_parts(plane: SignPlane) -> PlaneParts[Tensor]:
     gain = torch.tensor([plane.gain], dtype=torch.float32)
     return PlaneParts(plane.signs, plane.scale_out, plane.scale_in, gain)
+
+
+def _stack_parts(delta: StackDelta) -> PlaneParts[Tensor]:
+    """Return the parts of all experts, one after the other."""
+    gains = torch.tensor([plane.gain for plane in delta.experts], dtype=torch.float32)
+    of_rows, of_columns = (
+        _stacked([plane.scale_out for plane in delta.experts]),
+        _stacked([plane.scale_in for plane in delta.experts]),
+    )
+    if delta.transposed and delta.axis != "scalar":
+        of_rows, of_columns = of_columns, of_rows
+    return PlaneParts(torch.stack([plane.signs for plane in delta.experts]), of_rows, of_columns, gains)
+
+
+def _stacked(scales: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the scale vectors of all experts as one tensor; None if they have none."""
+    present = [scale for scale in scales if scale is not None]
+    return torch.stack(present) if present else None

@@ -92,7 +92,7 @@ def _check_file(entry: TensorEntry, where: str) -> None:
 
 def _check_forms(header: Header, name: str, spec: TensorSpec, where: str) -> None:
     """Check that every part has the dtype and shape that its spec implies."""
-    if 0 in (*spec.shape, spec.base_rows if spec.axis else 1):
+    if 0 in (*spec.shape, spec.base_rows if spec.codec == "onebit" else 1):
         raise ArtifactError(
             f"{where}: tensor {shown(name)} has the empty shape {spec.shape} ({spec.added_rows} rows added)"
         )
@@ -105,8 +105,17 @@ def _check_forms(header: Header, name: str, spec: TensorSpec, where: str) -> Non
 
 
 def _forms(name: str, spec: TensorSpec) -> Iterator[tuple[str | None, tuple[str, ...], tuple[int, ...]]]:
-    """Yield name, allowed dtypes and shape of each part of a coded matrix; the name of an absent part is None."""
-    rows, in_features, parts = spec.base_rows, spec.shape[1], part_names(name, spec)
+    """Yield name, allowed dtypes and shape of each part of a coded matrix or stack; an absent part's name is None."""
+    parts = part_names(name, spec)
+    if spec.codec == "stack":
+        (num_experts, rows, columns), (plane,) = spec.shape, parts.planes
+        out_features, in_features = spec.features
+        yield plane.signs, ("U8",), (num_experts, rows, packed_width(columns))
+        yield plane.scale_out, ("F16",), (num_experts, 1 if spec.axis == "scalar" else out_features)
+        yield plane.scale_in, ("F16",), (num_experts, in_features)
+        yield plane.gain, ("F32",), (num_experts,)
+        return
+    rows, in_features = spec.features
     for plane in parts.planes:
         yield plane.signs, ("U8",), (rows, packed_width(in_features))
         yield plane.scale_out, ("F16",), (1,) if spec.axis == "scalar" else (rows,)

@@ -18,13 +18,15 @@ from deltastore.errors import ArtifactError, shown
 from deltastore.format.files import GENERATION_FILE, MAX_FILES, is_tokenizer_file
 from deltastore.format.header import MAX_NAME_CHARS, MAX_RANK, parse_json
 
-FORMAT = 1
+# The format that holds stacks of experts. An artifact without any is written in format 1, which older readers take.
+FORMATS = ("1", "2")
 FORMAT_KEY = "peraxis.format"
 MANIFEST_KEY = "peraxis.manifest"
 
 MAX_FACTS_BYTES = 256 << 10
 MAX_FACTS_DEPTH = 16
 MAX_PLANES = 4
+MAX_EXPERTS = 4096  # of a stack
 
 
 def _small(facts: dict[str, Any]) -> dict[str, Any]:
@@ -69,9 +71,9 @@ _Parsed = TypeVar("_Parsed", bound=_Strict)
 class TensorSpec(_Strict):
     """The codec of one tensor of the fine-tune. A tensor that equals the base's has no spec."""
 
-    codec: Literal["onebit", "whole"]
+    codec: Literal["onebit", "whole", "stack"]
     shape: Annotated[list[Size], Field(max_length=MAX_RANK)]  # the fine-tune's own
-    # All fields below belong to the codec `onebit`.
+    # All fields below belong to the codec `onebit`; `transposed` to `stack`, which also has `axis`, zeros and error.
     axis: Literal["scalar", "out", "in", "both"] | None = None  # its scale vectors
     planes: Annotated[int, Field(ge=1, le=MAX_PLANES)] = 1  # number of sign planes
     rank: Size = 0  # of the low-rank residual; 0 if there is none
@@ -80,6 +82,7 @@ class TensorSpec(_Strict):
     num_zeros: Size = 0  # number of differences that are exactly zero
     zeros: Literal["positive", "alternate", "fitted"] | None = None  # how their signs were chosen
     error: float | None = None  # Frobenius norm of (delta - coded delta) over that of the delta
+    transposed: bool = False  # the experts are stored as [experts, in, out] and not as [experts, out, in]
 
     @model_validator(mode="after")
     def _codec_has_its_fields(self) -> TensorSpec:
@@ -91,22 +94,33 @@ class TensorSpec(_Strict):
             )
         if self.codec == "onebit" and self.rank > min(self.base_rows, self.shape[1]):
             raise ValueError(f"a residual of rank {self.rank} is larger than its matrix")
-        if self.codec == "whole" and (
-            self.axis is not None
-            or self.planes > 1
-            or self.rank
-            or self.added_rows
-            or self.against is not None
-        ):
+        of_matrices = self.planes > 1 or self.rank or self.added_rows or self.against is not None
+        if self.codec == "whole" and (self.axis is not None or of_matrices):
             raise ValueError(
                 "a whole tensor has no axis, planes, rank or added rows, and nothing to be against"
             )
+        if self.codec == "stack" and (self.axis is None or len(self.shape) != 3 or of_matrices):
+            raise ValueError(
+                "a stack needs an axis and three dimensions, and has no further planes, rank or added rows, and "
+                "nothing to be against"
+            )
+        if self.codec == "stack" and self.shape[0] > MAX_EXPERTS:
+            raise ValueError(f"a stack of {self.shape[0]} experts is more than the {MAX_EXPERTS} allowed")
+        if self.transposed and self.codec != "stack":
+            raise ValueError("only a stack of experts is transposed")
         return self
 
     @property
     def base_rows(self) -> int:
         """The number of rows that are coded against the base's."""
         return self.shape[0] - self.added_rows
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """The output and the input features of a coded matrix, or of each matrix of a stack."""
+        rows = self.base_rows if self.codec == "onebit" else self.shape[1]
+        columns = self.shape[-1]
+        return (columns, rows) if self.transposed else (rows, columns)
 
 
 class Manifest(_Strict):
@@ -124,10 +138,20 @@ class Manifest(_Strict):
     compressor: Facts  # version and settings
     fidelity: Facts
 
+    @property
+    def stacks(self) -> list[str]:
+        """The names of the stacks of experts."""
+        return [name for name, spec in self.tensors.items() if spec.codec == "stack"]
+
+    @property
+    def format(self) -> str:
+        """The lowest format number that describes the artifact."""
+        return FORMATS[1] if self.stacks else FORMATS[0]
+
     def to_metadata(self) -> dict[str, str]:
         fields = self.model_dump(exclude_defaults=True)
         text = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        return {FORMAT_KEY: str(FORMAT), MANIFEST_KEY: text}
+        return {FORMAT_KEY: self.format, MANIFEST_KEY: text}
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str], where: str) -> Manifest:
@@ -137,14 +161,18 @@ class Manifest(_Strict):
             ArtifactError: It is of another format version, or its first defect.
         """
         _check_format(metadata, where)
-        where = f"{where}: manifest"
+        claimed, where = metadata[FORMAT_KEY], f"{where}: manifest"
         document = parse_json(metadata[MANIFEST_KEY], where)
         if isinstance(document, dict) and isinstance(specs := document.get("tensors"), dict):
             # One by one, because pydantic would first collect the defects of all of them.
             document["tensors"] = {
                 name: _parse(TensorSpec, spec, where, name) for name, spec in specs.items()
             }
-        return _parse(cls, document, where)
+        manifest = _parse(cls, document, where)
+        if manifest.format != claimed:
+            held = f"{len(manifest.stacks)} stacks of experts" if manifest.stacks else "no stack of experts"
+            raise ArtifactError(f"{where}: it says format {claimed} and holds {held}: compress again")
+        return manifest
 
     @classmethod
     def from_verified_metadata(cls, metadata: Mapping[str, str], where: str) -> Manifest:
@@ -167,10 +195,10 @@ def _check_format(metadata: Mapping[str, str], where: str) -> None:
         raise ArtifactError(
             f"{where}: a safetensors file but not a Peraxis artifact; make one with `peraxis compress`"
         )
-    if metadata[FORMAT_KEY] != str(FORMAT):
+    if metadata[FORMAT_KEY] not in FORMATS:
         raise ArtifactError(
             f"{where}: artifact format {shown(metadata[FORMAT_KEY])}, and this version of Peraxis reads "
-            f"format {FORMAT}: update it, or compress again with it"
+            f"formats {' and '.join(FORMATS)}: update it, or compress again with it"
         )
 
 
@@ -261,7 +289,7 @@ class MatrixParts(Generic[T]):
 
 
 def part_names(name: str, spec: TensorSpec) -> MatrixParts[str]:
-    """Return the names of the tensors that a coded matrix is stored as."""
+    """Return the names of the tensors that a coded matrix, or a stack of them, is stored as."""
     assert spec.axis is not None
     return MatrixParts(
         tuple(_plane_names(name if k == 0 else f"{name}.plane{k}", spec.axis) for k in range(spec.planes)),

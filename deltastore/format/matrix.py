@@ -1,4 +1,6 @@
-"""The delta of one matrix: sign planes and an optional low-rank residual. Owns its arithmetic and the packing of signs.
+"""The delta of one matrix, or of a stack of experts: sign planes and an optional low-rank residual.
+
+Owns its arithmetic and the packing of signs.
 
 Weight = base + plane 0 + plane 1 + ... + left @ right
 
@@ -104,6 +106,10 @@ class SignPlane:
     def out_features(self) -> int:
         return self.signs.shape[0]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
     @classmethod
     def from_scales(
         cls,
@@ -151,6 +157,12 @@ class SignPlane:
 def is_gain(value: float) -> bool:
     """True if a number may be a gain: a power of two in float32's normal range."""
     return math.isfinite(value) and value >= 2.0**-126 and math.frexp(value)[0] == 0.5
+
+
+def are_gains(values: Tensor) -> Tensor:
+    """Return for each float32 number if it may be a gain, as `is_gain` does."""
+    mantissa, _ = torch.frexp(values)
+    return values.isfinite() & (values >= 2.0**-126) & (mantissa == 0.5)
 
 
 def _power_of_two_below(magnitude: float) -> float:
@@ -201,6 +213,10 @@ class MatrixDelta:
         return self.planes[0].in_features
 
     @property
+    def shape(self) -> tuple[int, int]:
+        return self.out_features, self.in_features
+
+    @property
     def num_planes(self) -> int:
         return len(self.planes)
 
@@ -239,3 +255,50 @@ def largest_of_plane(gain: float, scales: Iterable[Tensor]) -> float:
 def largest_of_residual(left: Tensor, right: Tensor) -> float:
     """Bound the magnitudes of ``left @ right``: the sum over ranks of the products of their largest magnitudes."""
     return float(left.abs().amax(0).double() @ right.abs().amax(1).double())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackDelta:
+    """The difference of a stack of experts ``[experts, rows, columns]``: a sign plane of its own for each expert.
+
+    A plane's `scale_out` belongs to the rows as they are stored. In a transposed stack rows are inputs.
+
+    Raises:
+        ValueError: There is no expert, or their planes have other axes or shapes.
+    """
+
+    experts: tuple[SignPlane, ...]
+    transposed: bool = False  # stored as ``[experts, in, out]``
+
+    def __post_init__(self) -> None:
+        forms = {(len(plane.signs), plane.in_features, *map(_size, _scales(plane))) for plane in self.experts}
+        if len(forms) != 1:
+            raise ValueError("a stack needs one or more experts of one axis and shape")
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        first = self.experts[0]
+        return len(self.experts), first.out_features, first.in_features
+
+    @property
+    def axis(self) -> Axis:
+        """The axis by the features of the layer, which a transposed stack has the other way round."""
+        return turned(self.experts[0].axis) if self.transposed else self.experts[0].axis
+
+    def dense(self, experts: slice = slice(None)) -> Tensor:  # [len(experts), rows, columns] float32
+        """Expand some experts' deltas."""
+        return torch.stack([plane.dense() for plane in self.experts[experts]])
+
+
+def turned(axis: Axis) -> Axis:
+    """Return the axis of a transposed matrix."""
+    other: dict[Axis, Axis] = {"out": "in", "in": "out"}
+    return other.get(axis, axis)
+
+
+def _scales(plane: SignPlane) -> tuple[Tensor | None, Tensor | None]:
+    return plane.scale_out, plane.scale_in
+
+
+def _size(scale: Tensor | None) -> int | None:
+    return None if scale is None else scale.numel()

@@ -5,7 +5,7 @@ The plan sizes slots and answers `inspect --plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -41,24 +41,67 @@ def is_matrix(name: str, shape: tuple[int, ...], *, embeddings: bool = True) -> 
     return len(shape) == 2 and min(shape) > 1 and not whole
 
 
-def one_bit_plan(shapes: Mapping[str, tuple[int, ...]], *, embeddings: bool = True) -> OneBitPlan:
-    """Plan one sign plane and both scales per matrix.
+def coded_names(
+    shapes: Mapping[str, tuple[int, ...]], stacks: Collection[str] = (), *, embeddings: bool = True
+) -> frozenset[str]:
+    """Return the names of the tensors that are coded at one bit: stacks of experts, and matrices.
+
+    Beside a stack, matrices with a row for each expert stay whole: the router, which a few numbers turn to another
+    expert, and the experts' biases.
 
     Args:
         shapes: Every tensor's shape by name.
+        stacks: The names of the stacks.
+        embeddings: False keeps embedding and output head whole.
+    """
+    rows = {(_mixture(name), shapes[name][0]) for name in stacks}
+    coded = {name for name, shape in shapes.items() if is_matrix(name, shape, embeddings=embeddings)}
+    for_experts = {
+        name for name in coded if any((prefix, shapes[name][0]) in rows for prefix in _prefixes(name))
+    }
+    return frozenset(coded - for_experts | set(stacks))
+
+
+def _mixture(stack: str) -> str:
+    """Return the prefix of the names of a mixture of experts, of which a stack is one parameter."""
+    *modules, _ = stack.removesuffix(".weight").split(".")
+    if modules and modules[-1] == "experts":
+        modules.pop()
+    return "".join(f"{module}." for module in modules)
+
+
+def _prefixes(name: str) -> Iterable[str]:
+    """Yield the prefix of each module that a tensor lies in."""
+    for index, character in enumerate(name):
+        if character == ".":
+            yield name[: index + 1]
+
+
+def one_bit_plan(
+    shapes: Mapping[str, tuple[int, ...]], stacks: Collection[str] = (), *, embeddings: bool = True
+) -> OneBitPlan:
+    """Plan one sign plane and both scales per matrix, of each expert where they are stacked.
+
+    Args:
+        shapes: Every tensor's shape by name.
+        stacks: The names of the stacks of experts.
         embeddings: False keeps embedding and output head whole at 16 bits.
     """
+    coded = coded_names(shapes, stacks, embeddings=embeddings)
     signs = scales = whole = device = full = 0
     for name, shape in shapes.items():
         numel = prod(shape)
         full += FP16_BYTES * numel
-        if is_matrix(name, shape, embeddings=embeddings):
-            out_features, in_features = shape
+        if name in coded:
+            *experts, out_features, in_features = shape
             parts = [
-                out_features * packed_width(in_features),
-                FP16_BYTES * out_features,
-                FP16_BYTES * in_features,
-                4,
+                prod(experts) * size
+                for size in (
+                    out_features * packed_width(in_features),
+                    FP16_BYTES * out_features,
+                    FP16_BYTES * in_features,
+                    4,
+                )
             ]
             signs += parts[0]
             scales += sum(parts[1:])

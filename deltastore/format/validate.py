@@ -33,6 +33,9 @@ def check_artifact(artifact: Artifact, where: str | None = None) -> None:
         if spec.codec == "onebit":
             _check_range(artifact, name, where)
             _check_signs(artifact, name, spec, where)
+        elif spec.codec == "stack":
+            _check_stack_range(artifact, name, spec, where)
+            _check_signs(artifact, name, spec, where)
         else:
             _check_values(artifact, name, where)
 
@@ -60,6 +63,19 @@ def check_base(artifact: Artifact, base: Base, where: str | None = None) -> None
     for name, spec in manifest.tensors.items():
         _check_against(name, spec, base, where)
     _check_head(manifest, base, where)
+
+
+def check_no_stacks(manifest: Manifest, where: str) -> None:
+    """Refuse stacks of experts, which no layer of a server applies.
+
+    Raises:
+        ArtifactError: The artifact has some.
+    """
+    if stacks := manifest.stacks:
+        raise ArtifactError(
+            f"{where}: artifact format {manifest.format}, with {len(stacks)} stacks of experts ({shown(stacks[0])}), "
+            "which can be merged and not served: run `peraxis merge`, and serve the checkpoint elsewhere"
+        )
 
 
 def max_positions(manifest: Manifest, base: Base, where: str) -> int | None:
@@ -107,12 +123,28 @@ def _check_range(artifact: Artifact, name: str, where: str) -> None:
     _check_largest(largest, name, where)
 
 
+def _check_stack_range(artifact: Artifact, name: str, spec: TensorSpec, where: str) -> None:
+    """Check a stack as `_check_range` does a matrix, all experts at once."""
+    (plane,) = artifact.parts(name).planes
+    for entry in plane.scales():
+        _check_values(artifact, entry.name, where)
+    scales = [artifact.read(entry).float().abs().amax(1) for entry in plane.scales()]
+    if spec.transposed:
+        # Of the rows as they are stored.
+        scales.reverse()
+    first, *rest = scales
+    factor = artifact.gains(plane.gain).double() * first
+    largest = factor.maximum(factor * rest[0]) if rest else factor
+    _check_largest(float(largest.max()), name, where)
+
+
 def _check_signs(artifact: Artifact, name: str, spec: TensorSpec, where: str) -> None:
-    if spec.shape[1] % 8 == 0:
+    in_features = spec.shape[-1]
+    if in_features % 8 == 0:
         # There are no pad bits, and any other bit is a valid sign.
         return
     for plane in artifact.parts(name).planes:
-        if rows := _num_stray_rows(artifact, plane.signs, spec.shape[1]):
+        if rows := _num_stray_rows(artifact, plane.signs, in_features):
             raise ArtifactError(f"{where}: {rows} rows of tensor {shown(plane.signs.name)} have pad bits set")
 
 
@@ -150,7 +182,7 @@ def _check_against(name: str, spec: TensorSpec, base: Base, where: str) -> None:
     if base.head is None and base.embedding is not None and name.endswith(HEAD_SUFFIXES):
         # The fine-tune has untied its head.
         source, vocabulary = base.embedding, True
-    if spec.codec == "onebit" and (spec.against or name) != source:
+    if spec.codec != "whole" and (spec.against or name) != source:
         raise ArtifactError(
             f"{where}: tensor {shown(name)} is against {shown(spec.against or name)} and must be against "
             f"{shown(source)}"

@@ -68,7 +68,7 @@ function Figures({ stats }) {
     <${Figure} name="First token, last minute" value=${seconds(mean)}
       note=${mean === null ? "no request began" : `95% within ${seconds(quantile(first, bounds, 0.95))}`} />
     <${Figure} name="Cold starts" value=${count(colder.count)}
-      note=${cold.count ? `${seconds(cold.sum_s / cold.count)} on average, ${count(cold.count)} in all` : "none yet"} />
+      note=${cold.count ? `${seconds(cold.sum_s / cold.count)}, mean of ${count(cold.count)}` : "none yet"} />
     <${Figure} name="Slots" value=${`${engine.slots_in_use} / ${engine.slots}`}
       tone=${engine.slots && engine.slots_pinned === engine.slots ? "warn" : ""} note=${`${engine.slots_pinned} pinned`} />
     <${Figure} name="KV cache" value=${percent(engine.kv_cache_usage)} tone=${engine.kv_cache_usage > 0.9 ? "warn" : ""}

@@ -4,7 +4,7 @@ import { useEffect, useRef, useState } from "./hooks.mjs";
 import { call, upload } from "./api.js";
 import { labelOf, leaving, live, may } from "./state.js";
 import {
-  Ago, Ask, Dialog, Empty, Level, Panel, Pending, bytes, cls, count, html, left, notify, pathOf, percent, useLoaded,
+  Ago, Ask, Dialog, Empty, Level, Panel, Pending, bytes, cls, count, html, left, notify, pathOf, percent, useLive, useLoaded,
 } from "./ui.js";
 import { tryOut } from "./playground.js";
 
@@ -261,6 +261,7 @@ function Promote({ name, variant, version, onClose }) {
 }
 
 function Pin({ name, version, onClose }) {
+  useLive();
   const evicted = version.level === "device" ? [] : leaving(live.stats);
   const free = live.stats ? live.stats.engine.slots - live.stats.engine.slots_in_use : null;
   const act = async () => {

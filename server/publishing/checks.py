@@ -150,9 +150,16 @@ def check_tensors(
     """
     # Deferred: they import torch.
     from deltastore.format.artifact import Artifact
-    from deltastore.format.validate import check_artifact, check_base, check_size, max_positions
+    from deltastore.format.validate import (
+        check_artifact,
+        check_base,
+        check_no_stacks,
+        check_size,
+        max_positions,
+    )
 
     with Artifact.open(path, WHERE) as artifact:
+        check_no_stacks(artifact.manifest, WHERE)
         check_size(artifact, slot_bytes, WHERE)
         check_base(artifact, base, WHERE)
         if changed := sorted(artifact.manifest.tensors.keys() & set(unread)):

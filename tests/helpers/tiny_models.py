@@ -102,6 +102,7 @@ MERGED_ONLY: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {"tie_word_embeddings": False, "num_local_experts": 4},
     "olmoe": {"tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {
         "tie_word_embeddings": False,
         "head_dim": 16,
@@ -117,6 +118,19 @@ MERGED_ONLY: Mapping[str, Mapping[str, Any]] = {
         "linear_value_head_dim": 16,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
+    },
+    "qwen3_5_moe_text": {
+        "tie_word_embeddings": False,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
     },
 }
 _VISION: Mapping[str, Any] = {
@@ -248,9 +262,11 @@ def make_base(
     """Write a random checkpoint of a configuration and its tokenizer, and return the model."""
     generator = generator or torch.Generator().manual_seed(0)
     base = _model(settings, dtype)
-    # Towers last, so that a wrapper's text model has the values of the text model alone.
-    for name, parameter in sorted(base.named_parameters(), key=lambda each: is_tower(each[0])):
-        parameter.data = _drawn(name, parameter.data, _COMMON["initializer_range"], generator)
+    # Of their own, so that a wrapper's text model and its fine-tunes have the values of the text model alone.
+    towers = torch.Generator().manual_seed(0)
+    for name, parameter in base.named_parameters():
+        drawn = towers if is_tower(name) else generator
+        parameter.data = _drawn(name, parameter.data, _COMMON["initializer_range"], drawn)
     base.tie_weights()
     _save(base, make_tokenizer(), directory, max_shard_size)
     return base
@@ -352,7 +368,7 @@ def _finetuned(base: PreTrainedModel, change: Change, generator: torch.Generator
     if change.buffers:
         stored = model.state_dict()
         for name, buffer in model.named_buffers():
-            if name in stored:
+            if name in stored and not is_tower(name):
                 buffer.add_(1)
     model.tie_weights()
     return model

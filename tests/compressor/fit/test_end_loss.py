@@ -73,7 +73,8 @@ def run_stage(
     end_loss: EndLoss | None = None,
 ) -> LayerRun:
     pairs = pairs_of(models, embeddings=embeddings)
-    stage = LayerRun(models, pairs, Layerwise(pairs, Checkpoint.open(models.finetunes[0]), "per-axis", CPU))
+    finetune = Checkpoint.open(models.finetunes[0])
+    stage = LayerRun(models, pairs, Layerwise(pairs, finetune, finetune, "per-axis", CPU))
     seen: list[tuple[LayerCaches, AxisChoice]] = []
 
     def look(
@@ -224,7 +225,7 @@ def test_an_end_loss_leaves_the_block_as_it_was(tmp_path: Path) -> None:
     pairs = pairs_of(models)
     finetune = Checkpoint.open(models.finetunes[0])
     end_loss = EndLoss(finetune, pairs, HELD_OUT, CPU)
-    layerwise = Layerwise(pairs, finetune, "both", CPU)
+    layerwise = Layerwise(pairs, finetune, finetune, "both", CPU)
     decoder = end_loss._student
     block = decoder.load_block(0)
     before = {key: value.clone() for key, value in block.state_dict().items()}

@@ -20,6 +20,7 @@ from deltastore.format.sizes import one_bit_plan
 from deltastore.format.validate import check_artifact
 from tests.helpers.tiny_artifact import BASE, NORM, norm, tiny_manifest, write_tiny
 from tests.helpers.tiny_planes import write_planes
+from tests.helpers.tiny_stacks import write_stacks
 
 
 def manifest_of(specs: dict[str, TensorSpec], device_bytes: int, files: tuple[str, ...] = ()) -> Manifest:
@@ -133,9 +134,9 @@ def test_a_manifest_survives_its_own_metadata() -> None:
     assert manifest.base_fingerprint == BASE.fingerprint
 
 
-@pytest.mark.parametrize("write", [write_tiny, write_planes])
+@pytest.mark.parametrize("write", [write_tiny, write_planes, write_stacks])
 def test_what_was_accepted_once_is_read_the_same_without_its_checks(
-    tmp_path: Path, write: Callable[[Path], str]
+    tmp_path: Path, write: Callable[[Path], object]
 ) -> None:
     path = tmp_path / "tiny.safetensors"
     write(path)
@@ -145,7 +146,7 @@ def test_what_was_accepted_once_is_read_the_same_without_its_checks(
         assert Manifest.from_verified_metadata(header.metadata, "tiny") == artifact.manifest
 
 
-@pytest.mark.parametrize("change", [{FORMAT_KEY: "2"}, {MANIFEST_KEY: "{}"}])
+@pytest.mark.parametrize("change", [{FORMAT_KEY: "3"}, {MANIFEST_KEY: "{}"}])
 def test_what_another_version_accepted_is_refused(change: dict[str, str]) -> None:
     with pytest.raises(ArtifactError, match="compress again"):
         Manifest.from_verified_metadata({**manifest_of({}, 0).to_metadata(), **change}, "old")

@@ -22,7 +22,7 @@ MANIFESTS = [
         "no manifest", with_header(lambda h: h["__metadata__"].pop(MANIFEST_KEY)), "not a Peraxis artifact"
     ),
     Hostile(
-        "format 2", with_header(lambda h: h["__metadata__"].update({FORMAT_KEY: "2"})), "artifact format '2'"
+        "format 3", with_header(lambda h: h["__metadata__"].update({FORMAT_KEY: "3"})), "artifact format '3'"
     ),
     Hostile(
         "long format", with_header(lambda h: h["__metadata__"].update({FORMAT_KEY: LONG})), "artifact format"
@@ -127,7 +127,11 @@ MANIFESTS = [
         with_manifest(lambda m: m["tensors"].update({NORM: "whole"})),
         "it is not a JSON object",
     ),
-    Hostile("unknown codec", with_spec(NORM, codec="pickle"), "codec: Input should be 'onebit' or 'whole'"),
+    Hostile(
+        "unknown codec",
+        with_spec(NORM, codec="pickle"),
+        "codec: Input should be 'onebit', 'whole' or 'stack'",
+    ),
     Hostile(
         "unknown axis",
         with_spec(BOTH, axis="diagonal"),

@@ -87,9 +87,14 @@ def text_form(config: Mapping[str, Any]) -> TextForm | None:
     Raises:
         CheckpointError: transformers refuses the configuration.
     """
-    if config.get("model_type") not in WRAPPERS:
+    if not _is_wrapper(config):
         return None
     return _text_form(json.dumps(config, sort_keys=True, default=str))
+
+
+def _is_wrapper(config: Mapping[str, Any]) -> bool:
+    # It may be of any type, in a damaged file.
+    return any(config.get("model_type") == known for known in WRAPPERS)
 
 
 def own_document(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -143,9 +148,9 @@ def check_text_alone(config: Mapping[str, Any]) -> None:
     Raises:
         NotServable: it is one.
     """
-    if (model_type := config.get("model_type")) in WRAPPERS:
+    if _is_wrapper(config):
         raise NotServable(
-            f"model type {model_type!r}: vLLM runs it with its towers for images or sound, beside which deltas are not "
+            f"model type {config['model_type']!r}: vLLM runs it with its towers for images or sound, beside which deltas are not "
             "applied yet: serve it with --backend native"
         )
 

@@ -30,6 +30,8 @@ function useRoute() {
   useEffect(() => {
     const changed = () => setRoute(read());
     addEventListener("hashchange", changed);
+    // It may have changed since the first render.
+    changed();
     return () => removeEventListener("hashchange", changed);
   }, []);
   return route[0] ? route : ["overview"];

@@ -20,29 +20,10 @@ D = TypeVar("D")
 Tell = Callable[[str], object]
 
 
-def _address_of(
-    url: str | None, key: str | None, key_file: str | Path | None, tenant: str | None
-) -> ServerAddress:
-    return ServerAddress.of(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL, key_file, tenant, key)
+class _Opened:
+    """How both clients are made: of an address and a key, or of an address that has been checked."""
 
-
-class AsyncClient(Calls):
-    """A client of a server for programs with an event loop; use as an async context manager.
-
-    Its calls are those of `Client`, to be awaited, and its streams are iterated with ``async for``.
-
-    Args:
-        url: The server's address; by default PERAXIS_URL, or else port 8000 of this machine.
-        key: The API key; by default that of `key_file`, or else PERAXIS_API_KEY.
-        key_file: A file with the key.
-        tenant: With an administrator's key: the tenant to act for.
-        wait_s: Seconds for which calls that generate or push wait for a server that is starting. By default one that
-            answers 503, or has answered before, is waited for 120 s, and a port where nothing listens is not.
-        tell: Called with lines that tell of waits and of attempts that failed; by default they are logged.
-
-    Raises:
-        UsageError: The address or the key cannot be used.
-    """
+    address: ServerAddress
 
     def __init__(
         self,
@@ -54,7 +35,8 @@ class AsyncClient(Calls):
         wait_s: int | None = None,
         tell: Tell = log.warning,
     ) -> None:
-        self._open(_address_of(url, key, key_file, tenant), wait_s, tell)
+        where = url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+        self._open(ServerAddress.of(where, key_file, tenant, key), wait_s, tell)
 
     @classmethod
     def at(cls, address: ServerAddress, wait_s: int | None = None, tell: Tell = log.warning) -> Self:
@@ -64,10 +46,21 @@ class AsyncClient(Calls):
         return client
 
     def _open(self, address: ServerAddress, wait_s: int | None, tell: Tell) -> None:
-        super().__init__(AsyncTransport(address), wait_s, tell)
+        raise NotImplementedError
 
     def __repr__(self) -> str:
-        return f"AsyncClient({self.address.url!r})"
+        return f"{type(self).__name__}({self.address.url!r})"
+
+
+class AsyncClient(_Opened, Calls):
+    """A client of a server for programs with an event loop; use as an async context manager.
+
+    Its calls are those of `Client`, to be awaited, and its streams are iterated with ``async for``. It is made as
+    `Client` is, and raises the same.
+    """
+
+    def _open(self, address: ServerAddress, wait_s: int | None, tell: Tell) -> None:
+        Calls.__init__(self, AsyncTransport(address), wait_s, tell)
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,7 +143,7 @@ def _blocking_stream(
     return blocking
 
 
-class Client:
+class Client(_Opened):
     """A client of a server; use as a context manager. Several threads may share it.
 
     Every call raises NoAnswer if the connection fails, ServerRefused if the server answers with an error (its subclass
@@ -170,32 +163,10 @@ class Client:
         UsageError: The address or the key cannot be used.
     """
 
-    def __init__(
-        self,
-        url: str | None = None,
-        *,
-        key: str | None = None,
-        key_file: str | Path | None = None,
-        tenant: str | None = None,
-        wait_s: int | None = None,
-        tell: Tell = log.warning,
-    ) -> None:
-        self._open(_address_of(url, key, key_file, tenant), wait_s, tell)
-
-    @classmethod
-    def at(cls, address: ServerAddress, wait_s: int | None = None, tell: Tell = log.warning) -> Self:
-        """Return a client of a server whose address has been checked, as the options of commands give it."""
-        client = cls.__new__(cls)
-        client._open(address, wait_s, tell)
-        return client
-
     def _open(self, address: ServerAddress, wait_s: int | None, tell: Tell) -> None:
         self.address = address
         self._transport = BlockingTransport(address)
         self._calls = Calls(self._transport, wait_s, tell)
-
-    def __repr__(self) -> str:
-        return f"Client({self.address.url!r})"
 
     def __enter__(self) -> Self:
         return self

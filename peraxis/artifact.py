@@ -81,7 +81,7 @@ def _axis_of(spec: TensorSpec) -> str:
 
 
 def _row(name: str, spec: TensorSpec) -> str:
-    is_coded = spec.codec == "onebit"
+    is_coded = spec.codec != "whole"
     cells = (
         printable(name),
         " × ".join(map(str, spec.shape)),

@@ -21,6 +21,7 @@ from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
 from peraxis import artifact, library
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair, make_tokenizer
+from tests.helpers.tiny_stacks import STACK, write_stacks
 from tests.server.helpers.live_server import live_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,6 +201,14 @@ def test_a_notebook_shows_an_artifacts_tensors_and_axes(opened: artifact.Artifac
     ]
     assert repr(opened).startswith("<Artifact delta.safetensors: ")
     assert len(repr(opened)) < 300
+
+
+def test_a_notebook_shows_stacks_of_experts_as_coded(tmp_path: Path) -> None:
+    write_stacks(tmp_path / "stacks.safetensors")
+    with peraxis.open(tmp_path / "stacks.safetensors") as opened:
+        cells = _Page(opened._repr_html_()).cells
+    first = cells.index(STACK)
+    assert cells[first : first + 4] == [STACK, "3 × 5 × 13", "both", "1"]
 
 
 def test_names_in_an_artifact_cannot_put_markup_into_a_notebook(delta: Path, tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def check_text_alone(config: Mapping[str, Any]) -> None:
     """
     if _is_wrapper(config):
         raise NotServable(
-            f"model type {config['model_type']!r}: vLLM runs it with its towers for images or sound, beside which deltas are not "
-            "applied yet: serve it with --backend native"
+            f"model type {config['model_type']!r}: vLLM runs it with its towers for images or sound, "
+            "beside which deltas are not applied yet: serve it with --backend native"
         )
 
 

@@ -214,7 +214,7 @@ SHARD_BYTES = 1 << 30
 # Shards that must fit before one is written; other programs use the disk, too.
 MIN_FREE_SHARDS = 5
 # Time limit for writing the checkpoint. The load of a part is scaled to the whole, with a note.
-WRITING_S = 60.0
+WRITING_S = 15.0
 NUM_THREADS = 16
 SECTION = "load"
 

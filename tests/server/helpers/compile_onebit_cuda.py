@@ -14,21 +14,28 @@ from server.kernels import onebit_cuda
 TYPES = {
     "output": "*bf16",
     "x": "*bf16",
+    "scaled": "*bf16",
+    "sums": "*fp32",
+    "blocks": "*i32",
     "table": "*i64",
     "order": "*i32",
     "ranges": "*i32",
     "partial": "*fp32",
     "counters": "*i32",
 }
-ALIGNED = ("x", "x_stride", "counters")
+ALIGNED = ("x", "x_stride", "scaled", "sums", "counters")
 # Inputs and outputs.
 SIZE = 1024
 
 
-def sign_operand(tiling: onebit_cuda.Tiling, num_parts: int) -> str:
-    """Return ``registers`` if all products of the kernel take their first operand from registers, else ``shared``."""
+def sign_operand(tiling: onebit_cuda.Tiling, num_shares: int) -> str:
+    """Return ``registers`` if all products of the kernel take their signs from registers, else ``shared``.
+
+    Products of a warp always do; those of a warp group may take them from either.
+    """
     kernel = onebit_cuda._add_product
-    sizes = {"OUT": SIZE, "IN": SIZE, "PARTS": num_parts, "SLOTS": onebit_cuda.SLOTS, "IN_FLOAT32": False}
+    sizes = {"IN": SIZE, "SHARES": num_shares, "SLOTS": onebit_cuda.SLOTS, "CHUNK": onebit_cuda.CHUNK}
+    sizes |= {"AS_BITS": True, "IN_FLOAT32": False, "SUMS": tiling.num_sums}
     sizes |= {"ROWS": tiling.rows, "OUTPUTS": tiling.outputs, "BYTES": tiling.num_bytes}
     sizes |= {"MINUS_ONE": onebit_cuda.MINUS_ONE[torch.bfloat16]}
     names = kernel.arg_names
@@ -42,7 +49,7 @@ def sign_operand(tiling: onebit_cuda.Tiling, num_parts: int) -> str:
     built = build(source, target=GPUTarget("cuda", 90, 32), options=options)
     # Whole tensors and low-rank parts multiply in float32, without tensor cores.
     products = re.findall(r"warp_group_dot (?:.*?) : (\S+)", built.asm["ttgir"])
-    assert products
+    assert bool(products) == (tiling.num_warps % 4 == 0)
     return "registers" if all(first.startswith("tensor") for first in products) else "shared"
 
 

@@ -62,7 +62,7 @@ MINUS_ONE = {torch.bfloat16: 0xBF80, torch.float16: 0xBC00, torch.float32: 0xBF8
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """The block sizes of a product."""
+    """The block sizes of a product, the fastest of those tried on an H200."""
 
     rows: int  # of a slot per program; tensor cores need 8 at least
     outputs: int  # per program
@@ -71,11 +71,14 @@ class Tiling:
     num_stages: int  # of Triton's software pipeline of loads
     max_registers: int | None  # of a thread; the terms that are seldom there may spill
     cuts_inputs: bool  # into shares of several programs
-    num_sums: int  # that products are added to in turn: more of them wait less for each other
+
+    def stages(self, dtype: torch.dtype) -> int:
+        """Return `num_stages`, or what the shared memory of sm_86 and sm_89 holds of inputs in float32."""
+        return 2 if dtype == torch.float32 else self.num_stages
 
 
-DECODE = Tiling(8, 64, 64, num_warps=2, num_stages=3, max_registers=128, cuts_inputs=True, num_sums=2)
-PREFILL = Tiling(64, 128, 32, num_warps=4, num_stages=3, max_registers=None, cuts_inputs=False, num_sums=1)
+DECODE = Tiling(8, 64, 64, num_warps=2, num_stages=3, max_registers=128, cuts_inputs=True)
+PREFILL = Tiling(64, 128, 32, num_warps=4, num_stages=3, max_registers=None, cuts_inputs=False)
 
 
 def add_planes(
@@ -187,11 +190,10 @@ def _add_planes(
             ROWS=tiling.rows,
             OUTPUTS=tiling.outputs,
             BYTES=tiling.num_bytes,
-            SUMS=tiling.num_sums,
             MINUS_ONE=MINUS_ONE[x.dtype],
             IN_FLOAT32=x.dtype == torch.bfloat16 and _is_interpreted(),
             num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
+            num_stages=tiling.stages(x.dtype),
             maxnreg=tiling.max_registers,
             **constants,
         )
@@ -333,7 +335,6 @@ def _add_product(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BYTES: tl.constexpr,
-    SUMS: tl.constexpr,
     CHUNK: tl.constexpr,
     SLOTS: tl.constexpr,
     MINUS_ONE: tl.constexpr,
@@ -379,7 +380,6 @@ def _add_product(  # type: ignore[no-untyped-def]
         ).to(tl.float32)
         factors_out *= tl.load(tl.load(fields + _GAIN).to(tl.pointer_type(tl.float32)))
         product = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        odd = tl.zeros([OUTPUTS, ROWS], tl.float32)
         of_plane = (part * _PLANES + plane).to(tl.int64)
         own_rows = scaled + (8 * of_plane * num_positions + positions - start) * (NUM_CHUNKS * CHUNK)
         of_bit = num_positions.to(tl.int64) * (NUM_CHUNKS * CHUNK)
@@ -393,11 +393,7 @@ def _add_product(  # type: ignore[no-untyped-def]
             at = own_rows[:, None] + own_bytes[None, :]
             for bit in tl.static_range(8):
                 values = tl.load(at + bit * of_bit, mask=is_row[:, None], other=0.0)
-                if bit % SUMS == 0:
-                    product = _add_bit(product, packed, values, bit, AS_BITS, MINUS_ONE, IN_FLOAT32)
-                else:
-                    odd = _add_bit(odd, packed, values, bit, AS_BITS, MINUS_ONE, IN_FLOAT32)
-        product += odd
+                product = _add_bit(product, packed, values, bit, AS_BITS, MINUS_ONE, IN_FLOAT32)
         if AS_BITS:
             chunks = tl.arange(0, triton.next_power_of_2(NUM_CHUNKS))
             is_own = (chunks * CHUNK >= first_byte) & (chunks * CHUNK < last_byte)

@@ -17,6 +17,7 @@ from deltastore.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+# `both`: a scale per row and one per column, together. The paper's choice of the better axis is `per-axis`.
 Method = Literal["scalar", "per-axis", "both"]
 RecipeName = Literal["ours", "paper"]
 METHODS: Mapping[RecipeName, Method] = {"ours": "both", "paper": "per-axis"}  # where none is given

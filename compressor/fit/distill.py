@@ -1,9 +1,9 @@
 """Train all scales, and signs with them, end to end until the student predicts as the fine-tune does.
 
-Steps a `Student` toward `TeacherTargets`; independent of where text and deltas come from. One batch goes forward block
-by block, keeping the input of each, and backward block by block, computing each anew; so memory holds one block and a
-batch's hidden states, for a model of any size. A matrix's signs move as soon as its gradient is complete, so that one
-matrix at a time has one.
+The paper's stage 3. Steps a `Student` toward `TeacherTargets`; independent of where text and deltas come from: which
+text it sees is decided by `fit.TextSplit`. One batch goes forward block by block, keeping the input of each, and
+backward block by block, computing each anew; so memory holds one block and a batch's hidden states, for a model of any
+size. A matrix's signs move as soon as its gradient is complete, so that one matrix at a time has one.
 
 Of the fine-tune, the teacher, hidden states are kept in place of logits, which would be many times larger.
 """

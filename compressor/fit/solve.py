@@ -1,13 +1,14 @@
 """Signs and scales of one matrix, without a training loop, and the low-rank residual that they leave.
 
-A coded delta is ``delta_ij = u_i B_ij v_j`` with signs B. `both` minimizes ``||R - X delta'||^2`` (`problem.py`) in
-turns. Each of the scales has a closed form when the signs and the other are given:
+A coded delta is ``delta_ij = u_i B_ij v_j`` with signs B. `both` minimizes ``||R - X delta'||^2`` in turns,
+where X are the student's inputs and R is what the base's product with them leaves of the fine-tune's outputs. Each of
+the scales has a closed form when the signs and the other are given:
 
     u_i = (B_i . G_i) / (B_i H B_i')           with the columns of B scaled by v,
     (H o B'B) v = sum_i B_i o G_i              with the rows of B scaled by u,
 
-where B_i and G_i are rows and o is the elementwise product. `signs.py` chooses the signs when both are given. The other
-methods have one of the scales, or a single number.
+where H = X'X and G = R'X (`problem.py`), B_i and G_i are rows and o is the elementwise product. `signs.py` chooses the
+signs when both are given. The other methods have one of the scales, or a single number.
 """
 
 from __future__ import annotations

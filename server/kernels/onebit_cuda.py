@@ -77,8 +77,12 @@ class Tiling:
         return 2 if dtype == torch.float32 else self.num_stages
 
 
-DECODE = Tiling(8, 64, 64, num_warps=2, num_stages=3, max_registers=128, cuts_inputs=True)
-PREFILL = Tiling(64, 128, 32, num_warps=4, num_stages=3, max_registers=None, cuts_inputs=False)
+DECODE = Tiling(
+    rows=8, outputs=64, num_bytes=64, num_warps=2, num_stages=3, max_registers=128, cuts_inputs=True
+)
+PREFILL = Tiling(
+    rows=64, outputs=128, num_bytes=32, num_warps=4, num_stages=3, max_registers=None, cuts_inputs=False
+)
 
 
 def add_planes(
@@ -148,7 +152,11 @@ def _add_planes(
     ends: tuple[int, ...],
     start: int,
 ) -> None:
-    """Add the products of the rows at up to POSITIONS positions of `order` from `start` on."""
+    """Add the products of the rows at up to POSITIONS positions of `order` from `start` on.
+
+    Raises:
+        RuntimeError: the batch has more tiles than there are counters.
+    """
     (num_parts, num_slots, _), in_features = table.shape, x.shape[1]
     num_positions, num_chunks = min(POSITIONS, len(x) - start), triton.cdiv(in_features, 8 * CHUNK)
     planes = num_parts, MAX_PLANES

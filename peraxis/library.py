@@ -1,4 +1,4 @@
-"""The functions of `import peraxis`: make a delta, look into it, merge and attach it. Importing this imports no torch."""
+"""The functions of `import peraxis`: make, open, measure, merge and attach a delta. Importing this imports no torch."""
 
 from __future__ import annotations
 

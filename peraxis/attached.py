@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -35,7 +35,7 @@ from deltastore.format.validate import check_artifact, check_base, check_no_stac
 from deltastore.memory import is_out_of_memory
 from deltastore.servable import check_modules, kind, no_head
 from deltastore.wrappers import text_form
-from server.deltas.layers import attach as hook_layers
+from server.deltas.layers import hook_modules
 from server.deltas.resident import BatchContext, ResidentDelta, Slot
 
 # Rows of each matrix that are compared with the base's files.
@@ -225,11 +225,14 @@ def _samples(stored: StoredTensor, drawn: np.random.Generator) -> list[slice]:
 
 def is_running(model: PreTrainedModel) -> bool:
     """Return whether any thread is in a forward pass or in `generate` of a model, this one included."""
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     for top in sys._current_frames().values():
         frame: Any = top
         while frame is not None:
-            if frame.f_code.co_name in ("generate", "forward") and frame.f_locals.get("self") is model:
-                return True
+            if frame.f_code.co_name in ("generate", "forward"):
+                own = frame.f_locals.get("self")
+                if any(own is part for part in parts):
+                    return True
             frame = frame.f_back
     return False
 
@@ -294,7 +297,7 @@ class Attached:
     def __exit__(self, *_: object) -> None:
         self.detach()
 
-    def using(self, variants: str | Sequence[str | None] | None) -> Any:
+    def using(self, variants: str | Sequence[str | None] | None) -> AbstractContextManager[None]:
         """Choose the variant of each row inside a block.
 
         Args:
@@ -354,10 +357,10 @@ class Attached:
             run = _RowNorm(self, module, name, context)
             undo.enter_context(_replaced(module, "forward", run))
 
-        context = hook_layers(self.model, base, text.modules, norm)
-        for hook in context.hooks:
-            undo.callback(hook.remove)
-        return context
+        hooked = BatchContext()
+        undo.callback(lambda: [hook.remove() for hook in hooked.hooks])
+        hook_modules(hooked, base, text.modules, head, norm)
+        return hooked
 
     def _load(self, artifacts: Mapping[str, Artifact], device: torch.device) -> None:
         """Read each artifact into memory of its own on the device.

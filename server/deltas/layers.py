@@ -213,28 +213,40 @@ def check_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
             )
 
 
-def attach(
-    model: PreTrainedModel,
+def attach(model: PreTrainedModel, base: Base) -> BatchContext:
+    """Hook every module that owns parameters, and return the context that tells them the deltas of a step."""
+    context = BatchContext()
+    hook_modules(context, base, model.named_modules(), model.get_output_embeddings())
+    return context
+
+
+def hook_modules(
+    context: BatchContext,
     base: Base,
-    modules: Iterable[tuple[str, nn.Module]] | None = None,
+    modules: Iterable[tuple[str, nn.Module]],
+    head: Any,
     norm: Callable[[nn.Module, str, BatchContext], object] = NormDelta,
-) -> BatchContext:
-    """Hook every module that owns parameters, and return the context that tells them the deltas of a step.
+) -> None:
+    """Hook those of some modules that own parameters, and note the hooks in the context.
 
     Args:
-        model: the model.
-        base: its base.
-        modules: the modules by the names that the base has for them; by default all of the model.
-        norm: makes norms and activations delta-aware. `NormDelta` takes their parameters from the module.
+        context: tells the layers the deltas of a step.
+        base: the base.
+        modules: modules by the names that the base has for them.
+        head: the output head among them.
+        norm: makes a norm or activation delta-aware. `NormDelta` takes their parameters from the module.
     """
-    context = BatchContext()
-    head: Any = model.get_output_embeddings()
     assert base.embedding is not None
-    for name, module in model.named_modules() if modules is None else modules:
+    for name, module in modules:
         if module is head:
             # Some checkpoints name the head otherwise than the model does.
             stored = base.head or f"{name}.weight"
-            HeadDelta(module, stored.removesuffix(".weight"), base.embedding.removesuffix(".weight"), context)
+            HeadDelta(
+                cast(nn.Linear, module),
+                stored.removesuffix(".weight"),
+                base.embedding.removesuffix(".weight"),
+                context,
+            )
             continue
         match module_kind(module):
             case "linear":
@@ -244,6 +256,5 @@ def attach(
             case "norm" | "activation":
                 norm(module, name, context)
             case None:
-                # `servable_model` has refused modules with parameters that are of no kind.
+                # `check_modules` has refused modules with parameters that are of no kind.
                 pass
-    return context

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,10 +35,12 @@ from tests.helpers.tiny_models import (
     TinyModels,
     load_whole,
     make_pair,
+    make_tokenizer,
 )
 from tests.server.helpers.served import make_delta, merged
 
 FAMILIES = (*ARCHITECTURES, *MORE_SERVED, *SERVED_TOO, *WRAPPERS)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "attach.py"
 PAD = 258
 # Three prompts, padded on the left. Longer than the windows of families that have some.
 PROMPTS = torch.tensor([
@@ -122,7 +125,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     }
     base, model = load_whole(models.base), load_whole(models.base)
     # transformers adds attributes of its own at first use.
-    answers(model)
+    for options in ({}, {"cache_implementation": "static"}):
+        answers(model, **options)
     return Setup(models, deltas, {None: base, **alone}, model)
 
 
@@ -435,7 +439,7 @@ def test_what_is_no_plain_model_is_refused(setup: Setup, tmp_path: Path) -> None
     attach_fails(UsageError, "`model` is a Linear", nn.Linear(2, 2), delta)
     attach_fails(NotServable, "no linear output head", load_whole(setup.models.base).model, delta)
     compiled = load_whole(setup.models.base)
-    compiled.compile()
+    compiled.compile(backend="eager")
     attach_fails(NotServable, "is compiled", compiled, delta)
     quantised = load_whole(setup.models.base)
     quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
@@ -500,3 +504,22 @@ def test_a_head_that_was_tied_or_untied_is_the_variants(change: Change, tied: bo
             logits_of(model)[MASK.bool()], logits_of(want)[MASK.bool()], rtol=1e-4, atol=2e-4
         )
         assert torch.equal(answers(model), answers(want))
+
+
+def test_the_example_prints_what_each_variant_writes(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deltas = [str(setup.deltas[name]) for name in ("b", "a")]
+    runpy.run_path(str(EXAMPLE))["main"](str(setup.models.base), "Hello", *deltas)
+    ids = make_tokenizer()("Hello", return_tensors="pt")["input_ids"]
+    mask = torch.ones_like(ids)
+    want = [
+        setup.merged[name].generate(
+            ids, attention_mask=mask, max_new_tokens=32, do_sample=False, pad_token_id=PAD
+        )[0]
+        for name in (None, "b", "a")
+    ]
+    texts = [make_tokenizer().decode(row, skip_special_tokens=True) for row in want]
+    assert len(set(texts)) == 3
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [f"{name}: {text!r}" for name, text in zip(("base", "b", "a"), texts, strict=True)]

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deltastore.base import Base
-from deltastore.checkpoint import DTYPE_NAME, Checkpoint, StoredTensor, is_computed
+from deltastore.checkpoint import DTYPE_NAME, HEAD_SUFFIXES, Checkpoint, StoredTensor, is_computed
 from deltastore.console import size_text
 from deltastore.errors import BaseMismatch, MemoryTooSmall, NotServable, PeraxisError, UsageError, shown
 from deltastore.fingerprint import MAX_THREADS, of_digests
@@ -55,7 +55,8 @@ def attach(model: Any, files: Mapping[str, Path], base: str | Path | None) -> At
         for artifact in artifacts.values():
             check_no_stacks(artifact.manifest, artifact.where)
             check_artifact(artifact)
-        own = text.base() if base is None else _checked_base(text, base)
+        expected = next(iter(artifacts.values())).manifest.base_fingerprint
+        own = text.base(expected) if base is None else _checked_base(text, base)
         for artifact in artifacts.values():
             _check_fingerprint(artifact, own, base)
             check_base(artifact, own)
@@ -108,35 +109,56 @@ class TextModel:
         tensors = {name: value for name, value in stored.items() if not is_computed(name)}
         return cls(model, embedding, document, named, tensors, _device_of(tensors))
 
-    def base(self) -> Base:
+    def base(self, fingerprint: str) -> Base:
         """Return the base that the model's own tensors are.
 
+        Args:
+            fingerprint: The one that is expected. Some checkpoints name the output head otherwise than the model does;
+                of such bases the one that has it is returned, if there is one.
+
         Raises:
-            NotServable: One of them is of a dtype that no base has.
+            NotServable: A tensor is of a dtype that no base has.
         """
         head: Any = self.model.get_output_embeddings()
+        own = self._stored(is_tied=head.weight.data_ptr() == self.embedding.weight.data_ptr())
+        with ThreadPoolExecutor(MAX_THREADS) as pool:
+            digests = dict(zip(own, pool.map(_digest, own.values()), strict=True))
+        names = [name for name in own if own[name].data_ptr() == head.weight.data_ptr()]
+        first = self._base_named(own, digests, {})
+        if first.head is None or first.is_named(fingerprint):
+            return first
+        others = (self._base_named(own, digests, dict.fromkeys(names, name)) for name in HEAD_SUFFIXES)
+        return next((other for other in others if other.is_named(fingerprint)), first)
+
+    def _stored(self, is_tied: bool) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint of the model has; one that embedding and head share is there once."""
         address = self.embedding.weight.data_ptr()
-        is_tied = head.weight.data_ptr() == address
         (name,) = [f"{name}.weight" for name, module in self.modules if module is self.embedding]
-        own = {
-            key: value
-            for key, value in self.tensors.items()
-            if key == name or not is_tied or value.data_ptr() != address
-        }
-        for key, value in own.items():
+        for key, value in self.tensors.items():
             if value.dtype not in DTYPE_NAME:
                 raise NotServable(
                     f"`model`: its {shown(key)} is {value.dtype}: load it in bfloat16, float16 or float32"
                 )
-        with ThreadPoolExecutor(MAX_THREADS) as pool:
-            digests = dict(zip(own, pool.map(_digest, own.values()), strict=True))
-        facts = {
-            key: StoredTensor(key, DTYPE_NAME[value.dtype], tuple(value.shape), Path(), 0, value.nbytes)
-            for key, value in own.items()
+        return {
+            key: value
+            for key, value in self.tensors.items()
+            if key == name or not is_tied or value.data_ptr() != address
         }
+
+    def _base_named(
+        self, own: Mapping[str, Tensor], digests: Mapping[str, str], names: Mapping[str, str]
+    ) -> Base:
+        """Return the base of tensors, some of which have other names in the checkpoint."""
+        facts = [
+            StoredTensor(
+                names.get(key, key), DTYPE_NAME[value.dtype], tuple(value.shape), Path(), 0, value.nbytes
+            )
+            for key, value in own.items()
+        ]
         where = Path(self.model.name_or_path or str(self.model.config.model_type))
-        checkpoint = Checkpoint(where, self.config, facts, is_tied)
-        return Base.of(checkpoint, fingerprints=of_digests(checkpoint, digests))
+        checkpoint = Checkpoint(where, self.config, {fact.name: fact for fact in facts}, tied=False)
+        named = {names.get(key, key): digest for key, digest in digests.items()}
+        return Base.of(checkpoint, fingerprints=of_digests(checkpoint, named))
 
 
 def _check_plain(model: PreTrainedModel) -> None:

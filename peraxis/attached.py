@@ -60,6 +60,8 @@ def attach(model: Any, files: Mapping[str, Path], base: str | Path | None) -> At
         for artifact in artifacts.values():
             _check_fingerprint(artifact, own, base)
             check_base(artifact, own)
+        if own.embedding is None:
+            raise no_head(text.model)
         return Attached(text, own, artifacts)
 
 

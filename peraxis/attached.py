@@ -310,6 +310,9 @@ class Attached:
     def __repr__(self) -> str:
         return f"<Attached {', '.join(map(shown, self._variants)) or 'nothing'}>"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError("a model with variants is neither copied nor pickled: detach them first")
+
     @property
     def variants(self) -> tuple[str, ...]:
         """The names by which `using` takes the attached variants."""
@@ -382,7 +385,7 @@ class Attached:
             undo.enter_context(_replaced(module, "forward", run))
 
         hooked = BatchContext()
-        undo.callback(lambda: [hook.remove() for hook in hooked.hooks])
+        undo.callback(_remove, hooked)
         hook_modules(hooked, base, text.modules, head, norm)
         return hooked
 
@@ -425,6 +428,8 @@ class Attached:
             undo.enter_context(_replaced(self.model, "generate", self._generate(generate)))
 
     def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        # What torch.compile makes of the tables' addresses is not what hooks compute.
+        @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._thread.is_inside:
@@ -433,7 +438,7 @@ class Attached:
             with self._lock, self._step(args, kwargs):
                 return forward(*args, **kwargs)
 
-        return run
+        return cast(Callable[..., Any], run)
 
     def _generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(generate)
@@ -609,6 +614,11 @@ def _replaced(module: nn.Module, name: str, method: Any) -> Iterator[None]:
             own[name] = before
         else:
             del own[name]
+
+
+def _remove(context: BatchContext) -> None:
+    for hook in context.hooks:
+        hook.remove()
 
 
 def _check_rows(num_chosen: int, num_rows: int) -> None:

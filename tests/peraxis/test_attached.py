@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import runpy
 import threading
@@ -372,6 +374,21 @@ def test_rows_that_do_not_fit_the_batch_are_one_error(setup: Setup) -> None:
             pytest.raises(UsageError, match="names 3 rows and the batch has 6"),
         ):
             setup.model(input_ids=PROMPTS.repeat(2, 1))
+
+
+def test_a_model_that_is_compiled_afterwards_answers_as_the_variants(setup: Setup) -> None:
+    with peraxis.attach(setup.model, setup.deltas) as attached, attached.using(["a", None, "b"]):
+        want = logits_of(setup.model)
+        assert torch.equal(logits_of(torch.compile(setup.model, backend="eager")), want)
+
+
+def test_a_model_with_variants_is_not_copied(setup: Setup) -> None:
+    with peraxis.attach(setup.model, setup.deltas["a"]) as attached:
+        assert repr(attached) == "<Attached 'a'>"
+        for make in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UsageError, match="neither copied nor pickled: detach them first"):
+                make(setup.model)
+    assert torch.equal(answers(copy.deepcopy(setup.model)), answers(setup.merged[None]))
 
 
 @torch.inference_mode()

@@ -36,8 +36,10 @@ from tests.helpers.tiny_models import (
     Change,
     TinyModels,
     load_whole,
+    make_base,
     make_pair,
     make_tokenizer,
+    shrunk,
 )
 from tests.server.helpers.served import make_delta, merged
 
@@ -104,6 +106,28 @@ def test_rows_have_the_merged_checkpoints_tokens(architecture: str, tmp_path: Pa
         torch.testing.assert_close(logits[row][real], value[real], rtol=1e-4, atol=2e-4)
         torch.testing.assert_close(last[row, -1], value[-1], rtol=1e-4, atol=2e-4)
     assert torch.equal(of_b, answers(alone[1]))
+
+
+def test_positions_that_all_rows_share_are_each_variants_own(tmp_path: Path) -> None:
+    # Its model looks learned positions up once for a batch.
+    finetune = make_base(shrunk("gpt_bigcode"), tmp_path / "base")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for value in finetune.parameters():
+            value += 0.5 * value.std() * torch.randn(value.shape, generator=generator)
+    finetune.save_pretrained(tmp_path / "finetune")
+    make_tokenizer().save_pretrained(tmp_path / "finetune")
+    delta = make_delta(tmp_path / "base", tmp_path / "finetune", tmp_path / "my.safetensors", method="both")
+    model = load_whole(tmp_path / "base")
+    alone = merged(tmp_path / "base", delta, tmp_path / "merged")
+    with torch.inference_mode(), peraxis.attach(model, delta) as attached, attached.using(["my", None, "my"]):
+        got = model(input_ids=PROMPTS).logits
+        with attached.using(None):
+            base = model(input_ids=PROMPTS).logits
+        want = alone(input_ids=PROMPTS).logits
+    assert (want - base).abs().max() > 0.1
+    torch.testing.assert_close(got[::2], want[::2], rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(got[1], base[1], rtol=1e-4, atol=2e-4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Run it as: python examples/attach.py BASE PROMPT DELTA [DELTA ...]
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,7 +14,7 @@ import peraxis
 
 def main(base: str, prompt: str, *deltas: str) -> None:
     """Print what the base and each variant write after a prompt."""
-    model = AutoModelForCausalLM.from_pretrained(base)
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
     tokenizer = AutoTokenizer.from_pretrained(base)
     inputs = tokenizer([prompt] * (1 + len(deltas)), return_tensors="pt")
     names = [None, *(Path(delta).stem for delta in deltas)]

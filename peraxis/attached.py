@@ -428,8 +428,6 @@ class Attached:
             undo.enter_context(_replaced(self.model, "generate", self._generate(generate)))
 
     def _forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        # What torch.compile makes of the tables' addresses is not what hooks compute.
-        @torch.compiler.disable
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._thread.is_inside:
@@ -438,7 +436,8 @@ class Attached:
             with self._lock, self._step(args, kwargs):
                 return forward(*args, **kwargs)
 
-        return cast(Callable[..., Any], run)
+        # torch.compile cannot trace hooks that read addresses out of tables.
+        return cast(Callable[..., Any], torch.compiler.disable(run))
 
     def _generate(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(generate)
@@ -490,7 +489,10 @@ class Attached:
             if not (is_generating and copies and num_rows % len(chosen) == 0) and len(chosen) > 1:
                 _check_rows(len(chosen), num_rows)
             deltas = [delta for delta in chosen for _ in range(copies)]
-            with self._applied(deltas, num_tokens):
+            kept = kwargs.get("logits_to_keep", 0)
+            # Some models compute their last layers for the tokens alone whose logits are asked for.
+            num_logits = min(kept, num_tokens) if isinstance(kept, int) and kept > 0 else num_tokens
+            with self._applied(deltas, num_tokens, num_logits):
                 yield
         finally:
             self._thread.is_inside = False
@@ -514,7 +516,9 @@ class Attached:
             )
 
     @contextmanager
-    def _applied(self, deltas: Sequence[ResidentDelta | None], num_tokens: int) -> Iterator[None]:
+    def _applied(
+        self, deltas: Sequence[ResidentDelta | None], num_tokens: int, num_logits: int
+    ) -> Iterator[None]:
         num_rows = len(deltas)
         if num_rows * num_tokens > self._num_reserved:
             self._num_reserved = max(2 * self._num_reserved, num_rows * num_tokens)
@@ -524,8 +528,7 @@ class Attached:
         if self._batch is None or not np.array_equal(slots, self._batch.slots):
             self._batch = _Batch.of(slots, num_tokens, self._placed[0])
         self._batch.num_tokens = num_tokens
-        counts = [num_tokens] * num_rows
-        with self._context.step(deltas, counts, counts):
+        with self._context.step(deltas, [num_tokens] * num_rows, [num_logits] * num_rows):
             yield
 
     def _spread(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -125,7 +125,6 @@ def default_cache() -> Path:
 def _compute(
     checkpoint: Checkpoint, progress: Callable[[int], object], known: Mapping[str, str]
 ) -> Fingerprints:
-    tensors = sorted(checkpoint.tensors.values(), key=lambda stored: stored.name)
     lock = threading.Lock()
 
     def hashed(num_bytes: int) -> None:
@@ -134,14 +133,24 @@ def _compute(
 
     with ThreadPoolExecutor(MAX_THREADS) as pool:
         # Largest first: a large tensor that began last would keep one core busy after all others have ended.
-        unread = [stored for stored in tensors if stored.name not in known]
+        unread = [stored for stored in checkpoint.tensors.values() if stored.name not in known]
         largest_first = sorted(unread, key=lambda stored: -stored.num_bytes)
         running = {stored.name: pool.submit(_tensor_digest, stored, hashed) for stored in largest_first}
         try:
             computed = {name: digest.result() for name, digest in running.items()}
         finally:
             pool.shutdown(cancel_futures=True)
-    digests = {**known, **computed}
+    return of_digests(checkpoint, {**known, **computed})
+
+
+def of_digests(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Fingerprints:
+    """Return the fingerprints of a checkpoint, of which nothing is read.
+
+    Args:
+        checkpoint: The base; its tensors need no files.
+        digests: SHA-256 of the bytes of each tensor, as hex by name.
+    """
+    tensors = sorted(checkpoint.tensors.values(), key=lambda stored: stored.name)
     facts = [(t.name, t.dtype, list(t.shape), digests[t.name]) for t in tensors]
     weights = [fact for fact in facts if not is_computed(fact[0])]
     own = _total(weights)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,7 +37,7 @@ def servable_model(directory: Path) -> PreTrainedModel:
     with failures_as(partial(refused_config, directory)), torch.device("meta"):
         # Copied, because a model keeps and changes the configuration that it is given.
         model: PreTrainedModel = model_class(config)(copy.deepcopy(config))
-    _check_modules(model)
+    check_modules(model, model.named_modules())
     return model
 
 
@@ -127,13 +128,18 @@ def no_head(model: PreTrainedModel) -> NotServable:
     return NotServable(f"{kind(model)}: it has no linear output head over a token embedding")
 
 
-def _check_modules(model: PreTrainedModel) -> None:
+def check_modules(model: PreTrainedModel, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Check that a delta can act on a model's head, its embedding and these of its modules.
+
+    Raises:
+        NotServable: the message names modules.
+    """
     head: Any = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise no_head(model)
     unknown = [
         (name, type(module).__name__)
-        for name, module in model.named_modules()
+        for name, module in modules
         if any(True for _ in module.parameters(recurse=False)) and module_kind(module) is None
     ]
     if unknown:

@@ -60,12 +60,13 @@ class TextForm:
         found = {}
         for name in stored:
             target, _ = rename_source_key(name, renamings, [], prefix, known)
-            own = self._in_text(target)
+            own = self.in_text(target)
             is_tower = own is None and (target in known or target.startswith(self._towers))
             found[name] = (own or (target if is_tower else name), is_tower)
         return found
 
-    def _in_text(self, parameter: str) -> str | None:
+    def in_text(self, parameter: str) -> str | None:
+        """Return the name in the text model of a parameter of the wrapper; None for one of a tower."""
         for path, own in self._parts.items():
             if parameter.startswith(f"{path}."):
                 return own + parameter.removeprefix(path)

@@ -1,6 +1,7 @@
 """Peraxis: many fine-tunes of one language model, served from one base.
 
-`compress`, `open`, `merge` and `evaluate` make deltas and look into them; `Client` and `AsyncClient` talk to a server.
+`compress`, `open`, `merge` and `evaluate` make deltas and look into them; `attach` puts them into a model of
+transformers; `Client` and `AsyncClient` talk to a server.
 Importing this loads no other module of Peraxis: each comes with the first name that needs it.
 
 Its packages `server`, `client`, `deltastore` and `compressor` are installed beside this one under those names, so a
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from client.client import AsyncClient, Client
     from peraxis.artifact import Artifact
-    from peraxis.library import compress, evaluate, merge, open
+    from peraxis.library import attach, compress, evaluate, merge, open
 
-__all__ = ["Artifact", "AsyncClient", "Client", "compress", "evaluate", "merge", "open"]
+__all__ = ["Artifact", "AsyncClient", "Client", "attach", "compress", "evaluate", "merge", "open"]
 
 _MODULES = {
     "Artifact": "peraxis.artifact",
     "AsyncClient": "client.client",
     "Client": "client.client",
+    "attach": "peraxis.library",
     "compress": "peraxis.library",
     "evaluate": "peraxis.library",
     "merge": "peraxis.library",

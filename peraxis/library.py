@@ -1,9 +1,9 @@
-"""The functions of `import peraxis`: make a delta, open, measure and merge it. Importing this imports no torch."""
+"""The functions of `import peraxis`: make, open, measure, merge and attach a delta. Importing this imports no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from compressor.convert.merge import DtypeName
     from compressor.evaluation import Evaluation
     from peraxis.artifact import Artifact
+    from peraxis.attached import Attached
 
 # The argument of `compressor` that has another name here.
 TEXT = re.compile(r"`text(?=[`=])")
@@ -154,6 +155,49 @@ def evaluate(
     return compressor.evaluate(
         base, finetune, _file_of(delta), text=text, samples=samples, tasks=tasks, progress=progress
     )
+
+
+def attach(
+    model: Any,
+    artifact: Artifact | str | Path | Mapping[str, Artifact | str | Path],
+    base: str | Path | None = None,
+) -> Attached:
+    """Make a model of transformers answer as variants, without a copy of its weights, until they are detached.
+
+    >>> with attach(model, my_delta) as attached:
+    ...     tokens = model.generate(**prompts, max_new_tokens=4)
+    ...     with attached.using(["delta", None]):
+    ...         mixed = model.generate(**prompts, max_new_tokens=4)
+    >>> tokens.shape == mixed.shape
+    True
+
+    Args:
+        model: A causal language model of transformers in bfloat16, float16 or float32, on the CPU or one CUDA device.
+        artifact: The artifact of the variant, which all rows get; or several by names, of which `Attached.using`
+            chooses. One alone is named as its file, without the suffix.
+        base: The directory or hub id that `model` was loaded from. Without it, all of the model's tensors are hashed,
+            in the dtype of its files; with it, some rows of each are compared.
+
+    Returns:
+        The attached variants. Leaving their block, or `detach`, leaves the model as it was.
+
+    Raises:
+        ArtifactError, BaseMismatch: An artifact that is malformed, changes what no layer reads from a delta, or was
+            made from another base.
+        CheckpointError: A `base` that cannot be read.
+        MemoryTooSmall: Too little memory on the device.
+        NotServable: A model that is quantised, compiled, on several devices, or with weights that no delta can reach.
+        UsageError: A `model` that has variants already, or that is generating.
+    """
+    # Deferred, because it imports torch and transformers, which take seconds.
+    from peraxis import attached
+
+    if not isinstance(artifact, Mapping):
+        file = _file_of(artifact)
+        artifact = {file.stem: file}
+    if not artifact:
+        raise UsageError("`artifact` is empty: give an artifact, or several by name")
+    return attached.attach(model, {name: _file_of(file) for name, file in artifact.items()}, base)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ A checkpoint whose tensors are not the model's is refused before it is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -42,7 +43,7 @@ class NormDelta:
             setattr(module, parameter, self.base[parameter])
         if isinstance(module, nn.LayerNorm):
             setattr(module, "forward", _LayerNorm(module))  # noqa: B010 - a method may not be assigned
-        module.register_forward_pre_hook(self)
+        context.hooks.append(module.register_forward_pre_hook(self))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         step = self.context.current
@@ -98,8 +99,8 @@ class EmbeddingDelta:
         self.part = context.tables.add_part(Part(name, self.num_rows))
         context.tables.add_part(Part(name, self.num_rows, is_beyond=True))
         self._ids: Tensor | None = None
-        module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after)
+        context.hooks.append(module.register_forward_pre_hook(self._before))
+        context.hooks.append(module.register_forward_hook(self._after))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self.context.current is None:
@@ -122,7 +123,7 @@ class LinearDelta:
         self.context = context
         bias = _add_bias(module, f"{name}.bias", context)
         self.part = context.tables.add_part(Part(f"{name}.weight", module.out_features, bias=bias))
-        module.register_forward_hook(self)
+        context.hooks.append(module.register_forward_hook(self))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if (step := self.context.current) is not None:
@@ -145,7 +146,7 @@ class HeadDelta:
         bias = _add_bias(module, f"{name.removesuffix('.weight')}.bias", context)
         self.part = context.tables.add_part(Part(name, num_rows, embedding=embedding, bias=bias))
         context.tables.add_part(Part(name, num_rows, is_beyond=True, embedding=embedding))
-        module.register_forward_hook(self)
+        context.hooks.append(module.register_forward_hook(self))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if (step := self.context.current) is None:
@@ -215,13 +216,37 @@ def check_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 def attach(model: PreTrainedModel, base: Base) -> BatchContext:
     """Hook every module that owns parameters, and return the context that tells them the deltas of a step."""
     context = BatchContext()
-    head: Any = model.get_output_embeddings()
+    hook_modules(context, base, model.named_modules(), model.get_output_embeddings())
+    return context
+
+
+def hook_modules(
+    context: BatchContext,
+    base: Base,
+    modules: Iterable[tuple[str, nn.Module]],
+    head: Any,
+    norm: Callable[[nn.Module, str, BatchContext], object] = NormDelta,
+) -> None:
+    """Hook those of some modules that own parameters, and note the hooks in the context.
+
+    Args:
+        context: tells the layers the deltas of a step.
+        base: the base.
+        modules: modules by the names that the base has for them.
+        head: the output head among them.
+        norm: makes a norm or activation delta-aware. `NormDelta` takes their parameters from the module.
+    """
     assert base.embedding is not None
-    for name, module in model.named_modules():
+    for name, module in modules:
         if module is head:
             # Some checkpoints name the head otherwise than the model does.
             stored = base.head or f"{name}.weight"
-            HeadDelta(module, stored.removesuffix(".weight"), base.embedding.removesuffix(".weight"), context)
+            HeadDelta(
+                cast(nn.Linear, module),
+                stored.removesuffix(".weight"),
+                base.embedding.removesuffix(".weight"),
+                context,
+            )
             continue
         match module_kind(module):
             case "linear":
@@ -229,8 +254,7 @@ def attach(model: PreTrainedModel, base: Base) -> BatchContext:
             case "embedding":
                 EmbeddingDelta(cast(nn.Embedding, module), name, context)
             case "norm" | "activation":
-                NormDelta(module, name, context)
+                norm(module, name, context)
             case None:
-                # `servable_model` has refused modules with parameters that are of no kind.
+                # `check_modules` has refused modules with parameters that are of no kind.
                 pass
-    return context

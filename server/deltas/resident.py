@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from deltastore.base import Base
 from deltastore.checkpoint import HEAD_SUFFIXES, TORCH_DTYPE
@@ -390,12 +391,18 @@ class BatchContext:
 
     tables: DeltaTables = field(default_factory=DeltaTables)
     current: StepDeltas | None = None  # None if all rows are the base's
+    hooks: list[RemovableHandle] = field(default_factory=list)  # of layers
     _tokens: Rows | None = None
     _logits: Rows | None = None
 
     def allocate(self, num_slots: int, max_rows: int, device: torch.device) -> None:
         """Allocate the tables of `num_slots` slots, for steps of at most `max_rows` tokens."""
         self.tables.allocate(num_slots, device)
+        self.reserve(max_rows)
+
+    def reserve(self, max_rows: int) -> None:
+        """Allocate memory for steps of at most `max_rows` tokens, in place of what there was."""
+        device, num_slots = self.tables.rows.device, self.tables.rows.shape[1]
         self._tokens, self._logits = (Rows(max_rows, num_slots, device) for _ in range(2))
 
     @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import peraxis
 from compressor.config import CompressConfig
@@ -20,7 +21,7 @@ from deltastore.errors import ArtifactError, BaseMismatch, UsageError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
 from peraxis import artifact, library
-from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair, make_tokenizer
+from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, load_whole, make_pair, make_tokenizer
 from tests.helpers.tiny_stacks import STACK, write_stacks
 from tests.server.helpers.live_server import live_server
 
@@ -56,11 +57,19 @@ def test_examples_in_docstrings_run(models: TinyModels, delta: Path, tmp_path: P
         "finetune": models.finetunes[0],
         "my_delta": delta,
         "directory": tmp_path,
-        **{name: getattr(library, name) for name in ("compress", "open", "merge", "evaluate")},
+        "model": load_whole(models.base),
+        "prompts": {"input_ids": torch.tensor([[5, 6], [7, 8]]), "attention_mask": torch.ones(2, 2)},
+        **{name: getattr(library, name) for name in ("compress", "open", "merge", "evaluate", "attach")},
     }
     runner = doctest.DocTestRunner()
     found = [test for test in doctest.DocTestFinder().find(library, globs=names) if test.examples]
-    assert {test.name.rpartition(".")[2] for test in found} == {"compress", "open", "merge", "evaluate"}
+    assert {test.name.rpartition(".")[2] for test in found} == {
+        "compress",
+        "open",
+        "merge",
+        "evaluate",
+        "attach",
+    }
     for test in found:
         runner.run(test)
     assert runner.summarize(verbose=False).failed == 0
@@ -79,6 +88,7 @@ def test_importing_peraxis_imports_nothing_large() -> None:
         ("AsyncClient", ("torch", "numpy", "pydantic", "compressor")),
         ("compress", ("torch", "httpx", "transformers")),
         ("open", ("torch", "httpx", "transformers")),
+        ("attach", ("torch", "httpx", "transformers")),
     ],
 )
 def test_a_name_imports_only_what_it_needs(name: str, unneeded: tuple[str, ...]) -> None:
@@ -246,7 +256,7 @@ def test_the_pages_code_runs_in_its_order(
     compress(CompressConfig(str(models.base), str(models.finetunes[1]), tmp_path / "better.safetensors"))
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     names: dict[str, Any] = {}
     with live_server(models.base, tmp_path / "registry") as server:
         for block in blocks:

@@ -27,8 +27,8 @@ MIN_CHUNK = 1 / 8
 # A sequence whose tokens take longer to sample, in argmaxes, is one of the slow ones. While several tenants are served,
 # those of a step take at most so many, decoding sequences and completed prompts each: some 15 ms with 128k tokens.
 SLOW_SAMPLING, MAX_SLOW_SAMPLING = 20.0, 250.0
-# Tenants whose next sequences find too few pages in one step, and how long such a tenant is passed over: else looking at
-# all of them would take longer than the step.
+# Tenants whose next sequences find too few pages in one step, and how long such a tenant is passed over: looking at all
+# of them in each step would take longer than the step.
 MAX_PASSED, PASSED_S = 16, 0.1
 # Weight of the steps before, in the estimate of what a step takes, after each further one.
 DECAY = 0.98
@@ -127,6 +127,9 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # by arrival
         # Tenants that are passed over, until when.
         self._passed_over: deque[tuple[float, TenantQueue]] = deque()
+        # Tokens that may be recomputed because of pages; none while it is negative. Apart from the budget of slots and
+        # rows, so that two tenants with long contexts, of which one preempts the other, keep nobody from those.
+        self._page_budget = 0.0
         self._num_added = self._num_slow = 0
         self._step_seconds, self._sampling_seconds = StepSeconds(), StepSeconds()
         # The time of the last call that passed one.
@@ -206,6 +209,8 @@ class Scheduler:
         """
         self._now = now
         self._slot_policy.refill_recompute_budget(plan.num_tokens)
+        refill = self._constants.recompute_share * plan.num_tokens
+        self._page_budget = min(0.0, self._page_budget + refill)
         by_tenant: dict[str, float] = {}
         total = sum(cost.total for cost in plan.costs.values())
         if not total:
@@ -457,7 +462,7 @@ class Scheduler:
         if sequence.too_few_pages >= self.kv_cache.num_available:
             return True
         num_tenants = self._queue.num_tenants
-        if num_tenants < 2 or self._slot_policy.may_recompute:
+        if num_tenants < 2 or self._page_budget >= 0:
             return False
         return self._num_used_with(sequence) > self.kv_cache.num_pages // num_tenants
 
@@ -483,11 +488,11 @@ class Scheduler:
             for s in larger
             if not tenant.num_running and s.queue.tenant.num_running > 1 and s.has_progressed
         ]
-        victims = larger if self._slot_policy.may_recompute else free
+        victims = larger if self._page_budget >= 0 else free
         if victims:
             victim = max(victims, key=_preemption_key)
             if victim not in free:
-                self._slot_policy.charge_recompute_budget(victim)
+                self._page_budget -= victim.num_computed_tokens
             self._preempt(victim, plan)
             return True
         return self._preempt_own(sequence, plan)

@@ -7,6 +7,7 @@ sequences and the preemption for pages.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -30,6 +31,9 @@ SLOW_SAMPLING, MAX_SLOW_SAMPLING = 20.0, 250.0
 # Tenants whose next sequences find too few pages in one step, and how long such a tenant is passed over: looking at all
 # of them in each step would take longer than the step.
 MAX_PASSED, PASSED_S = 16, 0.1
+# For so long, and as often, no sequence begins before one that has waited for pages for `cold_wait_s`, so that they come
+# free: else shorter ones would take each that does.
+ROOM_S, ROOM_EVERY_S = 5.0, 50.0
 # Weight of the steps before, in the estimate of what a step takes, after each further one.
 DECAY = 0.98
 # A step counts as at most so many times the estimate, or as a second, and all that is between two steps as a second: no
@@ -130,6 +134,8 @@ class Scheduler:
         # Tokens that may be recomputed because of pages; none while it is negative. Apart from the budget of slots and
         # rows, so that two tenants with long contexts, of which one preempts the other, keep nobody from those.
         self._page_budget = 0.0
+        # Until when, and from when on again, nothing begins before a sequence that waits for pages.
+        self._room_until = self._next_room_at = -math.inf
         self._num_added = self._num_slow = 0
         self._step_seconds, self._sampling_seconds = StepSeconds(), StepSeconds()
         # The time of the last call that passed one.
@@ -424,7 +430,7 @@ class Scheduler:
             preempted, fits = True, self._allocate_all(sequence)
         if fits:
             self._start(sequence)
-        elif not preempted and self._queue.num_tenants > 1:
+        elif not preempted and self._queue.num_tenants > 1 and not self._makes_room_for(sequence):
             self._pass_over(sequence.queue.tenant, plan)
             return False
         plan.admits = fits and not preempted
@@ -436,6 +442,15 @@ class Scheduler:
         self._passed_over.append((self._now + PASSED_S, tenant))
         plan.num_passed += 1
         plan.admits = plan.num_passed < MAX_PASSED
+
+    def _makes_room_for(self, sequence: Sequence) -> bool:
+        """Return whether nothing begins before a sequence that waits for pages, a tenth of the time at most."""
+        has_waited = self._now - sequence.waiting_since >= self._constants.cold_wait_s
+        if not has_waited or self._page_budget < 0:
+            return False
+        if self._now >= self._next_room_at:
+            self._room_until, self._next_room_at = self._now + ROOM_S, self._now + ROOM_EVERY_S
+        return self._now < self._room_until
 
     def _allocate_all(self, sequence: Sequence) -> bool:
         """Allocate pages for all tokens of a sequence, if enough are left for the running sequences to grow."""
@@ -475,7 +490,8 @@ class Scheduler:
         """Preempt a running sequence for one that has waited for `preempt_wait_s` for pages; False if there is none.
 
         Of tenants, those give way that use more pages than the sequence's would with it, so two never preempt each
-        other in turn: one of several sequences for a tenant that has none, any others within the budget.
+        other in turn: one of several sequences for a tenant that has none, and one that has run for `cold_wait_s`,
+        also the earliest, within the budget.
         """
         if self._now - sequence.waiting_since < self._constants.preempt_wait_s:
             return False
@@ -483,12 +499,13 @@ class Scheduler:
         larger = [
             s for s in self._running.values() if s.queue.tenant is not tenant and used(s.tenant) > wanted
         ]
-        free = [
+        victims = free = [
             s
             for s in larger
             if not tenant.num_running and s.queue.tenant.num_running > 1 and s.has_progressed
         ]
-        victims = larger if self._page_budget >= 0 else free
+        if not free and self._page_budget >= 0:
+            victims = [s for s in larger if self._now - s.running_since >= self._constants.cold_wait_s]
         if victims:
             victim = max(victims, key=_preemption_key)
             if victim not in free:
@@ -550,7 +567,7 @@ class Scheduler:
         """Let a waiting sequence run."""
         self._running[sequence.arrival] = sequence
         self._queue.remove(sequence)
-        sequence.num_tokens_at_admission = sequence.num_tokens
+        sequence.num_tokens_at_admission, sequence.running_since = sequence.num_tokens, self._now
         self._queue.count_running(sequence.queue, 1)
         self._slot_policy.admit(sequence)
 

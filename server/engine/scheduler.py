@@ -31,8 +31,8 @@ SLOW_SAMPLING, MAX_SLOW_SAMPLING = 20.0, 250.0
 # Tenants whose next sequences find too few pages in one step, and how long such a tenant is passed over: looking at all
 # of them in each step would take longer than the step.
 MAX_PASSED, PASSED_S = 16, 0.1
-# For so long, and as often, no sequence begins before one that has waited for pages for `cold_wait_s`: else others would
-# take each that comes free.
+# So long, and so often, nothing begins before a sequence that has waited for pages for `cold_wait_s`: else others would
+# take each page that comes free.
 ROOM_S, ROOM_EVERY_S = 5.0, 50.0
 # Weight of the steps before, in the estimate of what a step takes, after each further one.
 DECAY = 0.98

@@ -155,14 +155,15 @@ class Residency:
     def kept_from(self, tenant: str, now: float) -> set[str]:
         """Return the versions that a tenant's call to load may not evict: others', used in the last `KEPT_S`.
 
-        Only those of tenants that have no more slots than it; a slot counts for the tenant that its load began for.
+        Only those of tenants that would be left with fewer slots than it then has. A slot counts for the tenant that
+        its load began for.
         """
         num_slots = Counter(entry.tenant for entry in self._entries.values())
         return {
             version
             for version, entry in self._entries.items()
             if entry.tenant != tenant
-            and num_slots[entry.tenant] <= num_slots[tenant]
+            and num_slots[entry.tenant] <= num_slots[tenant] + 1
             and now - entry.used_at < KEPT_S
         }
 

@@ -97,21 +97,20 @@ def test_one_tenants_calls_are_bounded_and_others_load_in_turn(
     assert begun == ["many", "few", "many"]
 
 
-def test_calls_to_load_take_no_slot_that_a_tenant_with_as_few_has_just_used(
+def test_calls_to_load_take_no_slot_that_a_tenant_with_few_has_just_used(
     harness: ResidencyHarness,
 ) -> None:
     """However many of another tenant's versions are loaded; a tenant without any takes one of that one's."""
     calls, record = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S), harness.publish("v", seed=1)
 
-    def load(tenant: str, number: int, now: float | None = None) -> str:
+    def load(tenant: str, number: int, later_s: float = 0.0) -> str:
         version = replace(record, tenant=tenant, name=f"v{number}")
         harness.published.add(version.label)
         answer = Future[None]()
-        calls.add_prefetch(Prefetch(version, False, answer))
-        for _ in range(2):
-            calls.serve(time.monotonic() if now is None else now)
+        calls.add_prefetch(Prefetch(version, False, answer, called_at=time.monotonic() + later_s))
+        for _ in range(3):
+            calls.serve(time.monotonic() + later_s)
             harness.settle()
-        calls.serve(time.monotonic())
         assert answer.result(0) is None
         return version.label
 
@@ -132,5 +131,5 @@ def test_calls_to_load_take_no_slot_that_a_tenant_with_as_few_has_just_used(
         assert harness.residency.is_resident(one)
         assert harness.residency.is_resident(other)
     # What has not been used for long goes first, whoever has it.
-    load("many", 9, time.monotonic() + 2 * KEPT_S)
+    load("many", 9, 2 * KEPT_S)
     assert not harness.residency.is_resident(one)

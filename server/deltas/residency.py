@@ -10,6 +10,7 @@ middle of a step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Set
@@ -26,6 +27,8 @@ from server.fairness import FairBudget
 from server.metrics.metrics import ResidencyMetrics
 from server.protocol.messages import Level
 
+# How long after its last use a delta is kept from another tenant's calls to load.
+KEPT_S = 60.0
 # Loads of one tenant under way at a time, as many as downloads: another tenant's next load waits for few.
 MAX_LOADS = 4
 
@@ -41,6 +44,7 @@ class _SlotEntry:
     delta: ResidentDelta | None = None  # None while it loads
     num_users: int = 0
     is_pinned: bool = False
+    used_at: float = -math.inf  # by a sequence, in seconds of `time.monotonic`
 
 
 @dataclass(slots=True)
@@ -124,6 +128,7 @@ class Residency:
         """Undo one `acquire`. Counts as a use."""
         entry = self._entries[version]
         entry.num_users -= 1
+        entry.used_at = time.monotonic()
         self._entries.move_to_end(version)
 
     def may_load(self, tenant: str) -> bool:
@@ -146,6 +151,21 @@ class Residency:
         entry.fetch.add_done_callback(lambda _: self._on_load_ended())
         self._publish()
         return True
+
+    def kept_from(self, tenant: str, now: float) -> set[str]:
+        """Return the versions that a tenant's call to load may not evict: others', used in the last `KEPT_S`.
+
+        Only those of tenants that would be left with fewer slots than it then has. A slot counts for the tenant that
+        its load began for.
+        """
+        num_slots = Counter(entry.tenant for entry in self._entries.values())
+        return {
+            version
+            for version, entry in self._entries.items()
+            if entry.tenant != tenant
+            and num_slots[entry.tenant] <= num_slots[tenant] + 1
+            and now - entry.used_at < KEPT_S
+        }
 
     def poll_loads(self) -> Iterator[FinishedLoad]:
         """Make finished loads resident, free the slots of failed ones, and yield both."""
@@ -287,6 +307,8 @@ class Residency:
         self._metrics.pinned(self._pinned)
 
 
+# Tenants for which no slot is found in one step.
+MAX_REFUSED = 8
 # Calls that wait for their outcome. One tenant may have as many as are left for others.
 MAX_CALLS = 256
 
@@ -370,7 +392,7 @@ class ResidencyCalls:
             unload.future.set_result(None)
         for prefetch in list(self._prefetches):
             self._end_if_over(prefetch, now)
-        self._begin_loads()
+        self._begin_loads(now)
 
     def fail_prefetches(self, version: str, error: PeraxisError) -> None:
         """Answer the calls to load a delta whose load has failed."""
@@ -390,22 +412,24 @@ class ResidencyCalls:
         self._budget.take(tenant, 1)
         future.add_done_callback(lambda _: self._budget.give_back(tenant, 1))
 
-    def _begin_loads(self) -> None:
-        """Begin a load of each tenant in turn, until no slot can be freed."""
+    def _begin_loads(self, now: float) -> None:
+        """Begin a load of each tenant in turn, until no slot can be freed for `MAX_REFUSED` of them."""
         waiting: dict[str, deque[Prefetch]] = {}
         for prefetch in self._prefetches:
             if not self._residency.is_loading(prefetch.record.label):
                 waiting.setdefault(prefetch.record.tenant, deque()).append(prefetch)
         tenants = deque(tenant for tenant in self._turns if tenant in waiting)
-        while tenants:
+        num_refused = 0
+        while tenants and num_refused < MAX_REFUSED:
             tenant = tenants.popleft()
             if not self._residency.may_load(tenant):
                 continue
-            if not self._residency.load(waiting[tenant].popleft().record.label, tenant):
-                return
+            version, kept = waiting[tenant].popleft().record.label, self._residency.kept_from(tenant, now)
+            has_begun = self._residency.load(version, tenant, kept)
             del self._turns[tenant]
             self._turns[tenant] = None
-            if waiting[tenant]:
+            num_refused += not has_begun
+            if has_begun and waiting[tenant]:
                 tenants.append(tenant)
 
     def _end_if_over(self, prefetch: Prefetch, now: float) -> None:

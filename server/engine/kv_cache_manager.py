@@ -7,7 +7,7 @@ asked. There the hash of its tokens and all before them names it, which the HTTP
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from server.engine.sequence import PageTable, Sequence
@@ -36,6 +36,8 @@ class KVCacheManager:
         self.num_pages = num_pages - 1
         self._free = list(range(num_pages - 1, PADDING_PAGE, -1))
         self._num_users = [0] * num_pages
+        # Pages with users, by tenant: all users of a page are of one.
+        self._num_used: Counter[str] = Counter()
         # Cached pages by digest and tenant, then by hash; and all three of each page.
         self._cached: dict[tuple[str | None, str], dict[bytes, int]] = {}
         self._names: dict[int, tuple[tuple[str | None, str], bytes]] = {}
@@ -61,6 +63,10 @@ class KVCacheManager:
     def usage(self) -> float:
         """Share of the pages that sequences use."""
         return 1 - self.num_available / self.num_pages
+
+    def num_used(self, tenant: str) -> int:
+        """Return how many pages the sequences of a tenant use; one that several share counts once."""
+        return self._num_used[tenant]
 
     def attach_prefix(self, sequence: Sequence) -> None:
         """Attach the longest cached prefix, leaving the last token to compute.
@@ -89,6 +95,7 @@ class KVCacheManager:
             self._num_users[page] += 1
             table.pages.append(page)
         table.num_hashed = len(table.pages)
+        self._num_used[sequence.tenant] += num_idle - len(idle)
         self._count_idle(sequence.tenant, idle, len(idle) - num_idle)
         sequence.num_computed_tokens = len(table.pages) * self.page_tokens
 
@@ -106,6 +113,7 @@ class KVCacheManager:
             self._num_users[page] = 1
             self._pages_to_zero.append(page)
             table.pages.append(page)
+        self._num_used[sequence.tenant] += max(0, num_missing)
         # Counted here, so that a sequence that waits for pages is not counted each time it tries.
         if not table.is_counted:
             self._num_queried += sequence.num_tokens
@@ -137,16 +145,20 @@ class KVCacheManager:
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's pages. Those in the prefix cache stay there until they are allocated again."""
         idle = self._idle.get(sequence.tenant) or OrderedDict()
-        num_idle = len(idle)
+        num_idle, num_left = len(idle), 0
         # In reverse, so that the end of a prefix is evicted before its beginning.
         for page in reversed(sequence.page_table.pages):
             self._num_users[page] -= 1
             if self._num_users[page]:
                 continue
+            num_left += 1
             if page in self._names:
                 idle[page] = None
             else:
                 self._free.append(page)
+        self._num_used[sequence.tenant] -= num_left
+        if not self._num_used[sequence.tenant]:
+            del self._num_used[sequence.tenant]
         self._count_idle(sequence.tenant, idle, len(idle) - num_idle)
         sequence.page_table = PageTable()
         sequence.num_computed_tokens = 0

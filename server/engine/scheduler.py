@@ -7,13 +7,14 @@ sequences and the preemption for pages.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from server.deltas.residency import Residency
 from server.engine.kv_cache_manager import KVCacheManager
-from server.engine.sequence import FairQueue, Sequence
+from server.engine.sequence import FairQueue, Sequence, TenantQueue
 from server.engine.slot_policy import SchedulerConstants, SlotPolicy
 
 # Tokens of prompts whose logits one step computes for their log-probabilities. As many rows as a full batch has by
@@ -27,6 +28,12 @@ MIN_CHUNK = 1 / 8
 # A sequence whose tokens take longer to sample, in argmaxes, is one of the slow ones. While several tenants are served,
 # those of a step take at most so many, decoding sequences and completed prompts each: some 15 ms with 128k tokens.
 SLOW_SAMPLING, MAX_SLOW_SAMPLING = 20.0, 250.0
+# Tenants whose next sequences find too few pages in one step, and how long such a tenant is passed over: looking at all
+# of them in each step would take longer than the step.
+MAX_PASSED, PASSED_S = 16, 0.1
+# So long, and so often, nothing begins before a sequence that has waited for pages for `cold_wait_s`: else others would
+# take each page that comes free.
+ROOM_S, ROOM_EVERY_S = 5.0, 50.0
 # Weight of the steps before, in the estimate of what a step takes, after each further one.
 DECAY = 0.98
 # A step counts as at most so many times the estimate, or as a second, and all that is between two steps as a second: no
@@ -73,6 +80,7 @@ class StepPlan:
     # What the step takes, and the part of it that prompts take, in tokens without context.
     load: float = 0.0
     prompt_load: float = 0.0
+    num_passed: int = 0  # tenants whose next sequences found too few pages
     slow_sampling: float = 0.0  # that the slow sequences of complete prompts take, in argmaxes
     decoding: set[str] = field(default_factory=set)  # tenants of the sequences that decode
     preempted: list[Sequence] = field(default_factory=list)  # waiting again without pages, not in the batch
@@ -121,8 +129,13 @@ class Scheduler:
         self._queue = FairQueue()
         self._slot_policy = SlotPolicy(residency, self._queue, self._constants)
         self._running: dict[int, Sequence] = {}  # by arrival
-        # Arrival of the sequence that last found too few pages, and how many pages were available then.
-        self._too_few_pages = -1, -1
+        # Tenants that are passed over, until when.
+        self._passed_over: deque[tuple[float, TenantQueue]] = deque()
+        # Tokens that may be recomputed because of pages; none while it is negative. Apart from the budget of slots and
+        # rows, so that two tenants with long contexts, of which one preempts the other, keep nobody from those.
+        self._page_budget = 0.0
+        # Until when, and from when on again, nothing begins before a sequence that waits for pages.
+        self._room_until = self._next_room_at = -math.inf
         self._num_added = self._num_slow = 0
         self._step_seconds, self._sampling_seconds = StepSeconds(), StepSeconds()
         # The time of the last call that passed one.
@@ -181,6 +194,8 @@ class Scheduler:
         plan = StepPlan()
         self._now = now
         self._slot_policy.update(now, lambda sequence: self._preempt(sequence, plan))
+        while self._passed_over and (self._passed_over[0][0] <= now or not self._running):
+            self._queue.resume(self._passed_over.popleft()[1])
         self._decode(plan)
         self._prefill(plan, on_admit)
         self._use_rest(plan)
@@ -200,6 +215,8 @@ class Scheduler:
         """
         self._now = now
         self._slot_policy.refill_recompute_budget(plan.num_tokens)
+        refill = self._constants.recompute_share * plan.num_tokens
+        self._page_budget = min(0.0, self._page_budget + refill)
         by_tenant: dict[str, float] = {}
         total = sum(cost.total for cost in plan.costs.values())
         if not total:
@@ -297,7 +314,10 @@ class Scheduler:
         )
         while plan.num_tokens < self._max_batch_tokens:
             first = self._queue.first() if plan.admits else None
-            if begun and (first is None or _fairness_key(begun[0]) <= _fairness_key(first)):
+            if begun and begun[0].is_waiting:
+                # It was preempted just now.
+                begun.popleft()
+            elif begun and (first is None or _fairness_key(begun[0]) <= _fairness_key(first)):
                 self._plan_chunk(begun.popleft(), plan)
             elif first is None:
                 return
@@ -392,9 +412,12 @@ class Scheduler:
                 cost.total += self._constants.delta_cost_tokens / num_sharing[sequence.version]
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Admit the next sequence with pages for all its tokens. If it does not fit, admit no other in this step."""
+        """Admit the next sequence with pages for all its tokens. If it does not fit, pass over its tenant for a moment.
+
+        So that it keeps none waiting that needs less. Of one tenant, served alone, no other is admitted in this step.
+        """
         preempted = False
-        if len(self._running) >= self._max_num_seqs:
+        if len(self._running) >= self._max_num_seqs and not self._lacks_pages(sequence):
             preempted = self._preempt_for(sequence, plan)
             if not preempted:
                 plan.admits = False
@@ -403,18 +426,35 @@ class Scheduler:
         if not fits and not self._running:
             self._refuse(sequence, plan)
             return False
-        if not fits and not preempted and self._preempt_for(sequence, plan):
+        if not fits and not preempted and self._preempt_for_pages(sequence, plan):
             preempted, fits = True, self._allocate_all(sequence)
-        plan.admits = fits and not preempted
         if fits:
             self._start(sequence)
+        elif not preempted and self._queue.num_tenants > 1 and not self._makes_room_for(sequence):
+            self._pass_over(sequence.queue.tenant, plan)
+            return False
+        plan.admits = fits and not preempted
         return fits
+
+    def _pass_over(self, tenant: TenantQueue, plan: StepPlan) -> None:
+        """Admit no sequence of a tenant for a moment: the next one finds too few pages."""
+        self._queue.pause(tenant)
+        self._passed_over.append((self._now + PASSED_S, tenant))
+        plan.num_passed += 1
+        plan.admits = plan.num_passed < MAX_PASSED
+
+    def _makes_room_for(self, sequence: Sequence) -> bool:
+        """Return whether nothing begins before a sequence that waits for pages, a tenth of the time at most."""
+        has_waited = self._now - sequence.waiting_since >= self._constants.cold_wait_s
+        if not has_waited or self._page_budget < 0:
+            return False
+        if self._now >= self._next_room_at:
+            self._room_until, self._next_room_at = self._now + ROOM_S, self._now + ROOM_EVERY_S
+        return self._now < self._room_until
 
     def _allocate_all(self, sequence: Sequence) -> bool:
         """Allocate pages for all tokens of a sequence, if enough are left for the running sequences to grow."""
-        arrival, num_available = self._too_few_pages
-        if self._running and arrival == sequence.arrival and num_available >= self.kv_cache.num_available:
-            # No pages came free, so the cached prefix is not looked up again.
+        if self._lacks_pages(sequence):
             return False
         self.kv_cache.attach_prefix(sequence)
         reserve = self._constants.reserve_tokens * len(self._running)
@@ -423,8 +463,69 @@ class Scheduler:
         if num_missing + reserve <= num_free and self.kv_cache.allocate(sequence, num_missing):
             return True
         self.kv_cache.release(sequence)
-        self._too_few_pages = sequence.arrival, self.kv_cache.num_available
+        sequence.too_few_pages = self.kv_cache.num_available
         return False
+
+    def _lacks_pages(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence gets no pages now, without a look at the prefix cache.
+
+        None has come free since it found too few. Or its tenant would use more than its share, and others could not
+        take them back, because too much is computed again already.
+        """
+        if not self._running:
+            return False
+        if sequence.too_few_pages >= self.kv_cache.num_available:
+            return True
+        num_tenants = self._queue.num_tenants
+        if num_tenants < 2 or self._page_budget >= 0:
+            return False
+        return self._num_used_with(sequence) > self.kv_cache.num_pages // num_tenants
+
+    def _num_used_with(self, sequence: Sequence) -> int:
+        """Return how many pages a waiting sequence's tenant would use with it, if none is in the prefix cache."""
+        num_pages = -(-sequence.num_tokens // self.kv_cache.page_tokens)
+        return self.kv_cache.num_used(sequence.tenant) + num_pages
+
+    def _preempt_for_pages(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Preempt a running sequence for one that has waited for `preempt_wait_s` for pages; False if there is none.
+
+        Of tenants, those give way that use more pages than the sequence's would with it, so two never preempt each
+        other in turn: one of several sequences for a tenant that has none, and one that has run for `cold_wait_s`,
+        also the earliest, within the budget.
+        """
+        if self._now - sequence.waiting_since < self._constants.preempt_wait_s:
+            return False
+        tenant, wanted, used = sequence.queue.tenant, self._num_used_with(sequence), self.kv_cache.num_used
+        larger = [
+            s for s in self._running.values() if s.queue.tenant is not tenant and used(s.tenant) > wanted
+        ]
+        victims = free = [
+            s
+            for s in larger
+            if not tenant.num_running and s.queue.tenant.num_running > 1 and s.has_progressed
+        ]
+        if not free and self._page_budget >= 0:
+            victims = [s for s in larger if self._now - s.running_since >= self._constants.cold_wait_s]
+        if victims:
+            victim = max(victims, key=_preemption_key)
+            if victim not in free:
+                self._page_budget -= victim.num_computed_tokens
+            self._preempt(victim, plan)
+            return True
+        return self._preempt_own(sequence, plan)
+
+    def _preempt_own(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Preempt one of several running sequences of a tenant's variant for the first of another one."""
+        queue = sequence.queue
+        if queue.num_running:
+            return False
+        own = [
+            s for s in self._running.values() if s.queue.tenant is queue.tenant and s.queue.num_running > 1
+        ]
+        own = [s for s in self._preemptible(own) if s.has_progressed]
+        if own:
+            self._preempt(max(own, key=_preemption_key), plan)
+        return bool(own)
 
     def _preempt_for(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt a running sequence for one that has waited for `preempt_wait_s`; False if there is none.
@@ -441,12 +542,12 @@ class Scheduler:
             victims = [s for s in running if s.queue.tenant.num_running > 1]
         elif queue.tenant.num_running < share and self._slot_policy.may_recompute:
             victims = [s for s in running if s.queue.tenant.num_running > share]
-        if not victims and queue.tenant.num_running and not queue.num_running:
-            victims = [s for s in running if s.queue.tenant is queue.tenant and s.queue.num_running > 1]
+        if not victims:
+            return self._preempt_own(sequence, plan)
         victims = [s for s in self._preemptible(victims) if s.has_progressed]
         if victims:
             victim = max(victims, key=_preemption_key)
-            if queue.tenant.num_running and victim.queue.tenant is not queue.tenant:
+            if queue.tenant.num_running:
                 self._slot_policy.charge_recompute_budget(victim)
             self._preempt(victim, plan)
         return bool(victims)
@@ -458,7 +559,7 @@ class Scheduler:
         return [sequence for sequence in sequences if sequence.arrival != first]
 
     def _enqueue(self, sequence: Sequence) -> None:
-        sequence.waiting_since = self._now
+        sequence.waiting_since, sequence.too_few_pages = self._now, -1
         self._slot_policy.enqueue(sequence, self._now)
         self._queue.push(sequence)
 
@@ -466,7 +567,7 @@ class Scheduler:
         """Let a waiting sequence run."""
         self._running[sequence.arrival] = sequence
         self._queue.remove(sequence)
-        sequence.num_tokens_at_admission = sequence.num_tokens
+        sequence.num_tokens_at_admission, sequence.running_since = sequence.num_tokens, self._now
         self._queue.count_running(sequence.queue, 1)
         self._slot_policy.admit(sequence)
 

@@ -151,10 +151,11 @@ class Sequence:
         self.needs_prompt_logits = request.sampling_params.prompt_logprobs is not None and index == 0
         self.arrival = -1  # its place among all sequences ever added to the scheduler; -1 before
         self.waiting_since = 0.0
-        self.num_tokens_at_admission = 0
+        self.num_tokens_at_admission, self.running_since = 0, 0.0
         self.num_charged_tokens = 0  # prompt tokens charged so far; recomputing them costs nothing
         self.sampling_cost = 1.0  # what a token takes about to sample, in argmaxes
         self.slow_turn = 0  # when its turn was among those with a great one
+        self.too_few_pages = -1  # available when it last found too few to be admitted; -1 before
 
     def resume(self, token_ids: Iterable[int]) -> None:
         """Take tokens that an engine before this one has generated and charged."""

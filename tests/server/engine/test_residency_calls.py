@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from server.deltas.residency import MAX_CALLS, Prefetch, ResidencyCalls, Unload
+from server.deltas.residency import KEPT_S, MAX_CALLS, Prefetch, ResidencyCalls, Unload
 from server.errors import LoadTimeout, QueueFull
 from tests.server.helpers.residency import ResidencyHarness, running_residency
 
@@ -71,7 +71,7 @@ def test_one_tenants_calls_are_bounded_and_others_load_in_turn(
     begun: list[str] = []
     free = iter([True, True, True])
 
-    def load(version: str, tenant: str) -> bool:
+    def load(version: str, tenant: str, kept: set[str]) -> bool:
         if next(free, False):
             begun.append(tenant)
             return True
@@ -95,3 +95,41 @@ def test_one_tenants_calls_are_bounded_and_others_load_in_turn(
     call("few", MAX_CALLS)
     calls.serve(time.monotonic())
     assert begun == ["many", "few", "many"]
+
+
+def test_calls_to_load_take_no_slot_that_a_tenant_with_few_has_just_used(
+    harness: ResidencyHarness,
+) -> None:
+    """However many of another tenant's versions are loaded; a tenant without any takes one of that one's."""
+    calls, record = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S), harness.publish("v", seed=1)
+
+    def load(tenant: str, number: int, later_s: float = 0.0) -> str:
+        version = replace(record, tenant=tenant, name=f"v{number}")
+        harness.published.add(version.label)
+        answer = Future[None]()
+        calls.add_prefetch(Prefetch(version, False, answer, called_at=time.monotonic() + later_s))
+        for _ in range(3):
+            calls.serve(time.monotonic() + later_s)
+            harness.settle()
+        assert answer.result(0) is None
+        return version.label
+
+    def use(version: str) -> None:
+        harness.residency.acquire(version)
+        harness.residency.release(version)
+
+    one = load("one", 0)
+    use(one)
+    for number in range(8):
+        use(load("many", number))
+        assert harness.residency.is_resident(one)
+    other = load("other", 0)
+    use(other)
+    assert harness.residency.is_resident(one)
+    for number in range(8):
+        use(load("many", number))
+        assert harness.residency.is_resident(one)
+        assert harness.residency.is_resident(other)
+    # What has not been used for long goes first, whoever has it.
+    load("many", 9, 2 * KEPT_S)
+    assert not harness.residency.is_resident(one)

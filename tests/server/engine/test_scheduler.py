@@ -338,3 +338,81 @@ def test_a_sequence_that_waits_for_a_mask_is_in_no_step() -> None:
     assert waiting.page_table.pages
     waiting.generated_ids.append(TOKEN)
     assert planned(scheduler.plan(0.2)) == {"waiting": 1}
+
+
+@pytest.mark.parametrize(
+    ("num_running", "num_prompt"), [(16, 318), (16, 260), (150, 318), (150, 250), (150, 130)]
+)
+def test_a_prompt_without_room_keeps_no_other_tenant_waiting(num_running: int, num_prompt: int) -> None:
+    sim = Simulation(kv_cache=pages(20))
+    scheduler = sim.scheduler()
+    scheduler.add(sequence("runs", num_running, tenant="a"), 0.0)
+    step(scheduler.plan(0.0))
+    scheduler.add(sequence("large", num_prompt, tenant="b"), 0.1)
+    scheduler.add(sequence("small", 20, tenant="c"), 0.1)
+    assert planned(scheduler.plan(0.1)) == {"runs": 1, "small": 20}
+    scheduler.add(sequence("next", 20, tenant="d"), 0.2)
+    assert "next" in planned(scheduler.plan(0.2))
+
+
+@pytest.mark.parametrize("num_prompt", [300, 200])
+@pytest.mark.parametrize("num_steps", [1, 4])
+def test_the_tenant_with_most_pages_gives_way_to_one_that_needs_fewer(
+    num_prompt: int, num_steps: int
+) -> None:
+    """Also if it has one sequence, which was there first, and whether its prompt is computed or not."""
+    sim = Simulation(step_limits(max_batch_tokens=100), kv_cache=pages(20))
+    scheduler = sim.scheduler()
+    scheduler.add(sequence("hog", num_prompt, tenant="a"), 0.0)
+    for number in range(num_steps):
+        step(scheduler.plan(number / 100))
+    scheduler.add(sequence("chat", 120, tenant="b"), 0.1)
+    for now in (0.1, 1.2, 4.9):
+        assert "chat" not in planned(scheduler.plan(now))
+    plan = scheduler.plan(5.1)
+    assert [each.id for each in plan.preempted] == ["hog"]
+    assert "chat" in planned(plan)
+    # It does not take its pages back from one that holds fewer.
+    assert not scheduler.plan(9.0).preempted
+
+
+def test_a_tenant_s_pages_are_shared_by_its_sequences_with_one_prompt() -> None:
+    sim = Simulation(step_limits(reserve_tokens=0), kv_cache=KVCacheManager(21, 16))
+    scheduler = sim.scheduler()
+    crowd = [sequence(f"crowd{number}", 100, tenant="a") for number in range(8)]
+    for each in crowd:
+        scheduler.add(each, 0.0)
+        step(plan := scheduler.plan(0.0))
+        for one in plan.batch:
+            sim.kv_cache.cache_full_pages(one)
+    assert len(scheduler.running) == 8
+    scheduler.add(sequence("large", 250, tenant="b"), 0.1)
+    # They hold 14 pages together, fewer than it needs.
+    assert sim.kv_cache.num_used("a") == 6 + 8
+    assert not scheduler.plan(2.0).preempted
+
+
+def test_beside_a_long_context_others_begin_soon_and_a_quarter_is_recomputed() -> None:
+    sim = Simulation(step_limits(max_num_seqs=16), kv_cache=pages(1000))
+    hog = sequence("hog", 14_000, 1900, tenant="hog")
+    chats = [
+        sequence(f"c{number}", 1500, 40, tenant=f"t{number % 3}", arrived_at=0.2 + 0.5 * number)
+        for number in range(60)
+    ]
+    simulate(sim, [hog, *chats])
+    assert max(chat.first_token_s for chat in chats) < 6.0
+    assert hog.num_preempted >= 2
+    assert sim.num_tokens < 1.4 * (14_000 + 1900 + 60 * 1540)
+
+
+@pytest.mark.parametrize("num_prompt", [1500, 5000])
+def test_a_large_prompt_begins_though_others_would_take_each_page_that_comes_free(num_prompt: int) -> None:
+    sim = Simulation(step_limits(max_num_seqs=64), kv_cache=pages(400))
+    large = sequence("large", num_prompt, 40, tenant="large", arrived_at=2.0)
+    crowd = [
+        sequence(f"c{number}", 400, 60, tenant=f"t{number % 5}", arrived_at=number / 40)
+        for number in range(1200)
+    ]
+    simulate(sim, [large, *crowd], until_s=30.0)
+    assert large.token_times
+    assert large.first_token_s < 15.0

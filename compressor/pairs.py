@@ -23,6 +23,7 @@ from compressor.experts import check_not_mxfp4, in_base_form, stacks_of
 from compressor.names import (
     TUNED_FROM,
     check_names,
+    check_whole,
     listed,
     tuned_from,
     unread_names,
@@ -216,6 +217,7 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     for checkpoint in (base, finetune):
         check_not_mxfp4(checkpoint)
         warn_of_stale_index(checkpoint)
+    check_whole(base)
     finetune = in_base_form(base, with_base_names(base, finetune))
     base_head, head = base.head_name, finetune.head_name
     # By name in the artifact, the names of the base's and the fine-tune's tensor.

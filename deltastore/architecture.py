@@ -33,6 +33,8 @@ ALIASES = {
     "swish": "silu", "gelu_python": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh",
     "gelu_accurate": "gelu_pytorch_tanh", "gelu_python_tanh": "gelu_pytorch_tanh",
 }  # fmt: skip
+# Values that code takes for fields which a configuration lacks, where they are not these: None and False.
+IF_ABSENT: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,)}
 # Read by models, and without effect on the logits of a prompt; or with rules of their own, as vocabularies and ties.
 WITHOUT_EFFECT = frozenset({
     "architectures", "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype",
@@ -360,14 +362,28 @@ def differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[li
     Raises:
         CheckpointError: as `architecture`.
     """
+    if config.get("model_type") != other.get("model_type"):
+        return ["model_type"], []
     readings = [read_by_model(each) for each in (config, other)]
     if readings[0] is None or readings[1] is None:
         facts, others = architecture(config), architecture(other)
         return different_facts(facts, others, whole=True), []
     one, two = readings[0], readings[1]
-    read = different_facts(one.facts, two.facts)
+    read = sorted({*different_facts(one.facts, two.facts), *_added(one, two), *_added(two, one)})
     if not read and one.modules != two.modules:
         different = one.modules.items() ^ two.modules.items()
         read = [f"the module {min(name for name, _ in different)}"]
     names = sorted(one.unread.keys() | two.unread.keys())
     return read, [name for name in names if one.unread.get(name) != two.unread.get(name)]
+
+
+def _added(one: Reading, other: Reading) -> list[str]:
+    """Return the fields that a model reads and that the other configuration lacks, but for what code takes instead."""
+    return [
+        name
+        for name, value in one.facts.items()
+        if name not in other.facts
+        and not name.startswith("rope_")
+        and name not in other.unread
+        and value not in IF_ABSENT.get(name, (None, False))
+    ]

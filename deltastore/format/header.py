@@ -277,7 +277,7 @@ def _common_form(raw: bytes, where: str) -> tuple[list[TensorEntry], dict[str, s
     if (
         length != len(text)
         or b"\\" in fields
-        or any(fields.count(b'"%b":' % key.encode()) != len(values) for key in ENTRY_KEYS)
+        or any(fields.count(b'"%b"' % key.encode()) != len(values) for key in ENTRY_KEYS)
         or not names.isprintable()
         or not all(0 < len(name) <= MAX_NAME_CHARS for name in values)
     ):

@@ -163,13 +163,31 @@ def test_what_is_no_model_of_its_own_is_refused_by_what_it_is(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda each: rewrite(each, lambda tensors: tensors.pop(UP)), f"a model with '{UP}', which is in none"),
-        (lambda each: rewrite(each, lambda tensors: tensors.pop("model.norm.weight")), "'model.norm.weight', which"),
-        (lambda each: rewrite_config(each, num_hidden_layers=3), "'model.layers.2.input_layernorm.weight', which is"),
-        (lambda each: rewrite_config(each, vocab_size=300), f"'{EMBEDDING}' has shape (259, 64), and the model that"),
-        (lambda each: rewrite_config(each, num_key_value_heads=4), "has shape (32, 64), and the model that its config"),
+        (
+            lambda each: rewrite(each, lambda tensors: tensors.pop(UP)),
+            f"a model with '{UP}', which is in none",
+        ),
+        (
+            lambda each: rewrite(each, lambda tensors: tensors.pop("model.norm.weight")),
+            "'model.norm.weight', which",
+        ),
+        (
+            lambda each: rewrite_config(each, num_hidden_layers=3),
+            "'model.layers.2.input_layernorm.weight', which is",
+        ),
+        (
+            lambda each: rewrite_config(each, vocab_size=300),
+            f"'{EMBEDDING}' has shape (259, 64), and the model that",
+        ),
+        (
+            lambda each: rewrite_config(each, num_key_value_heads=4),
+            "has shape (32, 64), and the model that its config",
+        ),
         (lambda each: rewrite_config(each, attention_bias=True), "self_attn.k_proj.bias', which is in none"),
-        (lambda each: rename(each, lambda name: f"pretrained_model.{name}"), "', which is in none of its shards"),
+        (
+            lambda each: rename(each, lambda name: f"pretrained_model.{name}"),
+            "', which is in none of its shards",
+        ),
     ],
     ids=["matrix", "norm", "layers", "vocabulary", "heads", "biases", "names"],
 )

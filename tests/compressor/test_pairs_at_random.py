@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, note, seed, settings
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -25,12 +25,12 @@ from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress
 from compressor.sources import TOKEN_IDS
-from deltastore.errors import ArtifactError, CheckpointError, PeraxisError
+from deltastore.errors import ArtifactError, CheckpointError, PeraxisError, failures_as
 from server.publishing.checks import check_tensors
 from server.text.worker_tasks import check_text_files
 from tests.compressor.helpers.faults import FAULTS, GENERATION, TOKENIZER, Fault, Form, applied, exact_pair
 from tests.helpers.tiny_models import VOCAB_SIZE
-from tests.server.helpers.served import Served, serving
+from tests.server.helpers.served import serving
 
 FAMILIES = ("llama", "qwen2", "gemma", "gpt_neox", "mistral")
 PROMPT = [(7 + 37 * place) % VOCAB_SIZE for place in range(14)]
@@ -106,20 +106,29 @@ def cases(draw: st.DrawFn) -> Case:
 def log_probs(directory: Path) -> Tensor | None:
     """Return ``[tokens, vocabulary]`` of the model that transformers loads; None if it does not find all of it."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
-        )
-    except Exception:
-        # Any of them means that transformers loads no model.
+        with failures_as(CheckpointError):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+            )
+            model, info = loaded
+            scores: Tensor = model.eval()(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    except CheckpointError:
         return None
-    model, info = loaded
-    if info["missing_keys"] or info["mismatched_keys"]:
-        return None
+    is_whole = not info["missing_keys"] and not info["mismatched_keys"]
+    return scores if is_whole and scores.isfinite().all() else None
+
+
+def refusal_of(work: Callable[[], object]) -> str | None:
+    """Return the line with which work ends, or None if it is done. Any error but one line fails the test."""
     try:
-        scores: Tensor = model.eval()(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
-    except Exception:
+        work()
+    except PeraxisError as error:
+        line = str(error)
+    else:
         return None
-    return scores if scores.isfinite().all() else None
+    note(line)
+    assert "\n" not in line
+    return line
 
 
 def expected(form: Form, faults: Sequence[Fault], directory: Path) -> Tensor | None:
@@ -143,15 +152,15 @@ def check(case: Case, pair: tuple[Form, Form], directory: Path) -> str:
     of_base = expected(pair[0], case.base, base)
     of_finetune = expected(pair[1], case.finetune, finetune)
     out, merged = directory / "delta", directory / "merged"
-    try:
-        compress(CompressConfig(str(base), str(finetune), out, embeddings=case.embeddings))  # type: ignore[arg-type]
-    except PeraxisError as error:
-        note(f"refused: {error}")
-        assert "\n" not in str(error)
+    config: dict[str, Any] = {"embeddings": case.embeddings}
+    refusal = refusal_of(lambda: compress(CompressConfig(str(base), str(finetune), out, **config)))
+    if refusal is not None:
         assert not list(directory.glob("delta*")), "a refused pair leaves files"
-        assert not case.is_harmless, f"refused: {error}"
+        assert not case.is_harmless, f"refused: {refusal}"
         return "refused"
-    if not all(json.loads((side / "config.json").read_text()).get("model_type") in KNOWN for side in (base, finetune)):
+    if not all(
+        json.loads((side / "config.json").read_text()).get("model_type") in KNOWN for side in (base, finetune)
+    ):
         # Models that transformers does not know are compressed, and there is nothing to compare them with.
         return "unknown"
     assert of_base is not None, "transformers loads no base"
@@ -161,14 +170,12 @@ def check(case: Case, pair: tuple[Form, Form], directory: Path) -> str:
     assert of_merged is not None, "transformers loads no merged model"
     assert_equal(of_merged, of_finetune, "merged")
     check_files(base, finetune, merged)
-    try:
-        with serving(base, directory / "registry", slot_headroom=16.0) as served:
-            check_served(served, out, of_base, of_finetune)
-    except PeraxisError as error:
-        note(f"not served: {error}")
-        assert "\n" not in str(error)
-        # A base with tensors that no parameter takes is compressed and not served.
-        assert not case.is_harmless or any("more" in fault.name for fault in case.base), f"not served: {error}"
+    refusal = refusal_of(lambda: check_served(base, directory / "registry", out, (of_base, of_finetune)))
+    if refusal is not None:
+        # A base with tensors that no parameter takes, or with code of attention that is not there, is not served.
+        has_more = any("more" in fault.name or "attn_impl" in fault.name for fault in case.base)
+        assert not case.is_harmless or has_more, f"not served: {refusal}"
+        return "not served"
     return "equal"
 
 
@@ -177,19 +184,20 @@ def assert_equal(actual: Tensor, wanted: Tensor, what: str) -> None:
     assert torch.allclose(actual, wanted, atol=TOLERANCE), f"{what}: {float((actual - wanted).abs().max())}"
 
 
-def check_served(served: Served, delta: Path, of_base: Tensor, of_finetune: Tensor) -> None:
-    """Compare the log probabilities of the likeliest tokens at each place of a prompt."""
-    facts = served.engine.facts
-    check_tensors(delta, facts.base, facts.slot_bytes, facts.unread)
-    for record, scores in ((None, of_base), (served.publish(delta, "variant"), of_finetune)):
-        answer = served.ask(record, PROMPT, max_new_tokens=1, prompt_logprobs=20, logprobs=20)
-        prompt, token = answer.events[:2]
-        tops = [*(scored.top for scored in prompt.tokens), token.top]  # type: ignore[union-attr]
-        assert len(tops) == len(PROMPT)
-        for place, top in enumerate(tops):
-            for token_id, value in top:
-                assert abs(value - float(scores[place, token_id])) < TOLERANCE, "served"
-            assert abs(top[0][1] - float(scores[place].max())) < TOLERANCE, "served"
+def check_served(base: Path, registry: Path, delta: Path, wanted: tuple[Tensor, Tensor]) -> None:
+    """Compare the log probabilities of the likeliest tokens at each place of a prompt, of base and variant."""
+    with serving(base, registry, slot_headroom=16.0) as served:
+        facts = served.engine.facts
+        check_tensors(delta, facts.base, facts.slot_bytes, facts.unread)
+        for record, scores in zip((None, served.publish(delta, "variant")), wanted, strict=True):
+            answer = served.ask(record, PROMPT, max_new_tokens=1, prompt_logprobs=20, logprobs=20)
+            prompt, token = answer.events[:2]
+            tops = [*(scored.top for scored in prompt.tokens), token.top]  # type: ignore[union-attr]
+            assert len(tops) == len(PROMPT)
+            for place, top in enumerate(tops):
+                for token_id, value in top:
+                    assert abs(value - float(scores[place, token_id])) < TOLERANCE, "served"
+                assert abs(top[0][1] - float(scores[place].max())) < TOLERANCE, "served"
 
 
 def check_files(base: Path, finetune: Path, merged: Path) -> None:
@@ -205,7 +213,9 @@ def check_files(base: Path, finetune: Path, merged: Path) -> None:
     for key, value in json.loads(generation.read_text()).items():
         if key not in TOKEN_IDS:
             assert written.get(key) == value or key == "transformers_version", key
-        elif usable := [each for each in (value if isinstance(value, list) else [value]) if is_id(each, rows)]:
+        elif usable := [
+            each for each in (value if isinstance(value, list) else [value]) if is_id(each, rows)
+        ]:
             assert written[key] in (usable, usable[0]), key
         else:
             assert written.get(key) is None, key
@@ -226,11 +236,12 @@ def tokenizer_facts(directory: Path, base: Path) -> Any:
                     target.parent.mkdir(exist_ok=True)
                     target.write_bytes(path.read_bytes())
         try:
-            tokenizer = AutoTokenizer.from_pretrained(scratch)
-            ids = [tokenizer(text)["input_ids"] for text in TEXTS]
-            template = tokenizer.chat_template
-            chat = None if template is None else tokenizer.apply_chat_template(CHAT, tokenize=False)
-        except Exception:
+            with failures_as(CheckpointError):
+                tokenizer = AutoTokenizer.from_pretrained(scratch)
+                ids = [tokenizer(text)["input_ids"] for text in TEXTS]
+                template = tokenizer.chat_template
+                chat = None if template is None else tokenizer.apply_chat_template(CHAT, tokenize=False)
+        except CheckpointError:
             return None
         return ids, tokenizer.special_tokens_map, template, chat
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -49,7 +49,11 @@ class Form:
     def copy(self) -> Form:
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
         return replace(
-            self, config=copy.deepcopy(self.config), tensors=tensors, files=dict(self.files), at_end=[*self.at_end]
+            self,
+            config=copy.deepcopy(self.config),
+            tensors=tensors,
+            files=dict(self.files),
+            at_end=[*self.at_end],
         )
 
     @property
@@ -282,16 +286,27 @@ FILES = (
         lambda form: form.files.update({TOKENIZER: form.files.get(TOKENIZER, b"{}")[:-9]}),
         place="tokenizer",
     ),
-    Fault(f"file: no {GENERATION}", lambda form: form.files.pop(GENERATION, None), place=GENERATION, is_harmless=True),
+    Fault(
+        f"file: no {GENERATION}",
+        lambda form: form.files.pop(GENERATION, None),
+        place=GENERATION,
+        is_harmless=True,
+    ),
     _file("special_tokens_map.json", {"eos_token": "<pad>"}, alone=True, harmless=True),
     _file("special_tokens_map.json", {"eos_token": "<pad>"}),
     _file("special_tokens_map.json", [], alone=True),
     _file("special_tokens_map.json", "{"),
-    _file("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<pad>"}, alone=True),
+    _file(
+        "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<pad>"},
+        alone=True,
+    ),
     _file("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizer"}),
     _file("tokenizer_config.json", {"tokenizer_class": "Unheard", "eos_token": "</s>"}),
     _file("tokenizer_config.json", {"chat_template": CHAT_TEMPLATE, "eos_token": "</s>"}),
-    _file("tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "R"}], "eos_token": "</s>"}),
+    _file(
+        "tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "R"}], "eos_token": "</s>"}
+    ),
     _file("tokenizer_config.json", []),
     _file("added_tokens.json", {"<pad>": 258}, alone=True, harmless=True),
     _file("added_tokens.json", {"<new>": 259}, alone=True),
@@ -347,7 +362,9 @@ def _renamed(name: str, name_of: Callable[[str], str]) -> Fault:
 
 
 def _more(name: str, value: Tensor, harmless: bool = True) -> Fault:
-    return Fault(f"more: {name}", lambda form: form.tensors.update({name: value.clone()}), is_harmless=harmless)
+    return Fault(
+        f"more: {name}", lambda form: form.tensors.update({name: value.clone()}), is_harmless=harmless
+    )
 
 
 def _dtype(dtype: torch.dtype, part: str = "", harmless: bool = True) -> Fault:
@@ -510,7 +527,9 @@ SHARDS = (
     _index("an absent shard", lambda index: index["weight_map"].update(more="model-00004-of-00003.safetensors")),
     _index(
         "names in the wrong shards",
-        lambda index: index["weight_map"].update(dict.fromkeys(index["weight_map"], "model-00001-of-00003.safetensors")),
+        lambda index: index.update(
+            weight_map=dict.fromkeys(index["weight_map"], "model-00001-of-00003.safetensors")
+        ),
     ),
     _index("no map", lambda index: index.pop("weight_map")),
     _index("total size", lambda index: index["metadata"].update(total_size=3)),
@@ -531,9 +550,6 @@ SHARDS = (
 FAULTS: Mapping[str, tuple[Fault, ...]] = {
     "config": CONFIGS, "ends": ENDS_FAULTS, "files": FILES, "names": NAMES, "shards": SHARDS,
 }  # fmt: skip
-# In this order, because names are those of transformers until one spells them otherwise.
-ORDER = ("ends", "config", "files", "more", "values", "dtype", "names", "shards")
-Side = Literal["base", "finetune"]
 
 
 def applied(form: Form, faults: list[Fault], *, spelled: bool = True) -> Form:
@@ -545,7 +561,9 @@ def applied(form: Form, faults: list[Fault], *, spelled: bool = True) -> Form:
     return changed
 
 
+# Names are those of transformers until one spells them otherwise.
+ORDER = ("ends", "rows", "config", "file", "generation", "more", "values", "lost", "dtype", "names", "shards")
+
+
 def _order(fault: Fault) -> tuple[int, str]:
-    kind = fault.name.split(":")[0]
-    known = {"config": 1, "file": 2, "generation": 2, "more": 3, "values": 4, "lost": 4, "dtype": 5, "names": 6}
-    return {**known, "ends": 0, "rows": 0, "shards": 7}[kind], fault.name
+    return ORDER.index(fault.name.split(":")[0]), fault.name

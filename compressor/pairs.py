@@ -369,7 +369,11 @@ def check_related(pairs: Pairs) -> None:
     Raises:
         CheckpointError: the fine-tune was not tuned from this base.
     """
-    matrices = [pair for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=False)]
+    matrices = [
+        pair
+        for pair in pairs.tensors
+        if pair.transposed is not None or is_matrix(pair.name, pair.shape, embeddings=False)
+    ]
     step = max(1, -(-len(matrices) // SAMPLED_MATRICES))
     # For its one thread: samples are too small for more.
     with workers():
@@ -385,12 +389,13 @@ def check_related(pairs: Pairs) -> None:
 
 
 def _cosine(pair: TensorPair) -> float | None:
-    """Return the cosine of some rows of a matrix and of the base's; None if either has no weights but zero.
+    """Return the cosine of some rows of a matrix, or of a stack's experts, and of the base's.
+
+    None if either has no weights but zero.
 
     A matrix that is not finite has none, and is refused where it is coded.
     """
-    num_rows = min(pair.shape[0], pair.tensor.shape[0])
-    numel = math.prod(pair.shape[1:])
+    num_rows, numel = pair.flat_shape[0], math.prod(pair.flat_shape[1:])
     if not num_rows or not numel or numel > SAMPLED_NUMEL:
         return None
     rows = min(num_rows, max(1, SAMPLED_NUMEL // numel // SAMPLED_PLACES))
@@ -400,8 +405,8 @@ def _cosine(pair: TensorPair) -> float | None:
     product, ours, theirs = 0.0, 0.0, 0.0
     for first in places:
         block = slice(first, first + rows)
-        a = pair.base.read(pair.base_tensor.name, block).double().flatten()
-        b = pair.finetune.read(pair.tensor.name, block).double().flatten()
+        a = pair.base_rows(block).double().flatten()
+        b = pair.finetune_rows(block).double().flatten()
         product, ours, theirs = product + float(a @ b), ours + float(a @ a), theirs + float(b @ b)
     norms = math.sqrt(ours) * math.sqrt(theirs)
     return product / norms if 0 < norms < math.inf else None

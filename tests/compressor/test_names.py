@@ -325,6 +325,27 @@ def test_one_shard_of_another_model_is_refused_and_one_new_layer_is_not(tmp_path
     assert "10 of 42 matrices differ" in refused(TinyModels(models.base, models.finetunes))
 
 
+@pytest.mark.parametrize("architecture", ["gpt_oss", "granitemoe"])
+@pytest.mark.parametrize("num_experts", [1, 4])
+def test_experts_of_another_model_are_refused_and_one_new_expert_is_not(
+    architecture: str, num_experts: int, tmp_path: Path
+) -> None:
+    models = make_pair(architecture, tmp_path)
+    drawn = torch.Generator().manual_seed(3)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dim() == 3:
+                tensors[name] = tensor.clone()
+                tensors[name][:num_experts] = 0.2 * torch.randn(tensor[:num_experts].shape, generator=drawn)
+
+    rewrite(models.finetunes[0], change)
+    if num_experts == 1:
+        compressed(models, tmp_path / "delta")
+    else:
+        assert "matrices differ from those of" in refused(models)
+
+
 def test_a_fine_tune_that_grew_or_shrank_is_not_another_model(models: TinyModels, tmp_path: Path) -> None:
     def change(tensors: dict[str, Tensor]) -> None:
         for part, factor in (("up_proj", 1e-3), ("down_proj", 0.0), ("q_proj", 30.0), ("o_proj", 0.0)):

@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
@@ -33,8 +33,6 @@ ALIASES = {
     "swish": "silu", "gelu_python": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh",
     "gelu_accurate": "gelu_pytorch_tanh", "gelu_python_tanh": "gelu_pytorch_tanh",
 }  # fmt: skip
-# Values that code takes for fields which a configuration lacks, where they are not these: None and False.
-IF_ABSENT: Mapping[str, tuple[Any, ...]] = {"is_causal": (True,)}
 # Read by models, and without effect on the logits of a prompt; or with rules of their own, as vocabularies and ties.
 WITHOUT_EFFECT = frozenset({
     "architectures", "auto_map", "bos_token_id", "cache_implementation", "chunk_size_feed_forward", "dtype",
@@ -379,11 +377,31 @@ def differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[li
 
 def _added(one: Reading, other: Reading) -> list[str]:
     """Return the fields that a model reads and that the other configuration lacks, but for what code takes instead."""
-    return [
-        name
-        for name, value in one.facts.items()
-        if name not in other.facts
-        and not name.startswith("rope_")
-        and name not in other.unread
-        and value not in IF_ABSENT.get(name, (None, False))
-    ]
+    return list(_added_facts(one.facts, other.facts, other.unread, ""))
+
+
+def _added_facts(
+    facts: Mapping[str, Any], others: Mapping[str, Any], unread: Mapping[str, Any], path: str
+) -> Iterator[str]:
+    for name, value in facts.items():
+        if name.startswith("rope_"):
+            # Its values are compared with those that are missing.
+            continue
+        if name not in others:
+            if f"{path}{name}" not in unread and value not in _if_absent(name, facts):
+                yield f"{path}{name}"
+        elif isinstance(value, dict) and isinstance(others[name], dict):
+            yield from _added_facts(value, others[name], unread, f"{path}{name}.")
+
+
+def _if_absent(name: str, facts: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of a field that mean as much as none: those that code takes where its class has no default."""
+    if name == "is_causal":
+        return (True,)
+    if name == "head_dim":
+        hidden, heads = facts.get("hidden_size"), facts.get("num_attention_heads")
+        return (
+            None,
+            hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None,
+        )
+    return (None, False)

@@ -186,6 +186,7 @@ def test_a_field_that_nothing_reads_is_named_apart() -> None:
     [
         ({"head_dim": 32}, ["head_dim"]),
         ({"head_dim": None}, []),
+        ({"head_dim": 16}, []),
         ({"is_causal": False}, ["is_causal"]),
         ({"is_causal": True}, []),
         ({"use_bidirectional_attention": False, "sliding_window": None}, []),

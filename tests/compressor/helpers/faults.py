@@ -32,6 +32,8 @@ class Form:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     files: dict[str, bytes]
+    embedding: str  # names of the ends as transformers saves them
+    head: str
     num_shards: int = 1
     # Called when everything else is written.
     at_end: list[Callable[[Path], object]] = field(default_factory=list)
@@ -40,11 +42,10 @@ class Form:
     def read(cls, directory: Path) -> Form:
         """Read what `save_pretrained` wrote."""
         names = [path.name for path in directory.iterdir() if path.name not in (SINGLE, "config.json")]
-        return cls(
-            json.loads((directory / "config.json").read_text()),
-            load_file(directory / SINGLE),
-            {name: (directory / name).read_bytes() for name in names},
-        )
+        config = json.loads((directory / "config.json").read_text())
+        files = {name: (directory / name).read_bytes() for name in names}
+        embedding, head = ENDS.get(config["model_type"], ENDS["default"])
+        return cls(config, load_file(directory / SINGLE), files, embedding, head)
 
     def copy(self) -> Form:
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
@@ -55,18 +56,6 @@ class Form:
             files=dict(self.files),
             at_end=[*self.at_end],
         )
-
-    @property
-    def embedding(self) -> str:
-        return ENDS.get(self.config["model_type"], ENDS["default"])[0]
-
-    @property
-    def head(self) -> str:
-        return ENDS.get(self.config["model_type"], ENDS["default"])[1]
-
-    def matrix(self, part: str = "layers.1.") -> str:
-        """Return the name of a matrix of a layer."""
-        return next(name for name, value in self.tensors.items() if part in name and value.dim() == 2)
 
     def write(self, directory: Path) -> None:
         directory.mkdir()

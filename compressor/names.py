@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deltastore.architecture import parse_config
-from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, StoredTensor
 from deltastore.errors import ArtifactError, CheckpointError, failures_as, shown
 from deltastore.format.header import parse_json
 
@@ -175,11 +175,14 @@ def check_whole(base: Checkpoint) -> None:
         else:
             converted.add(target)
     for name, target in targets.items():
-        if (shape := base.tensors[name].shape) != known[target]:
-            raise CheckpointError(
-                f"{base.tensors[name].file}: tensor {shown(name)} has shape {shape}, and the model that its "
-                f"config.json describes has {known[target]} there: {FETCH_BOTH}"
-            )
+        if (shape := base.tensors[name].shape) == known[target]:
+            continue
+        if 0 in shape:
+            raise empty_tensor(base.tensors[name])
+        raise CheckpointError(
+            f"{base.tensors[name].file}: tensor {shown(name)} has shape {shape}, and the model that its config.json "
+            f"describes has {known[target]} there: {FETCH_BOTH}"
+        )
     found, tied = {*targets.values(), *converted}, model.all_tied_weights_keys
     ignored = model._keys_to_ignore_on_load_missing or ()
     for name in known:
@@ -189,6 +192,14 @@ def check_whole(base: Checkpoint) -> None:
                 f"{base.path}: its config.json describes a model with {shown(name)}, which is in none of its shards: "
                 f"{FETCH_BOTH}"
             )
+
+
+def empty_tensor(stored: StoredTensor) -> CheckpointError:
+    """Return the error of a tensor without values."""
+    return CheckpointError(
+        f"{stored.file}: tensor {stored.name!r} is empty, as DeepSpeed's ZeRO-3 leaves parameters that it "
+        "did not gather: run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save"
+    )
 
 
 def check_names(

@@ -24,6 +24,7 @@ from compressor.names import (
     TUNED_FROM,
     check_names,
     check_whole,
+    empty_tensor,
     listed,
     tuned_from,
     unread_names,
@@ -217,7 +218,6 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
     for checkpoint in (base, finetune):
         check_not_mxfp4(checkpoint)
         warn_of_stale_index(checkpoint)
-    check_whole(base)
     finetune = in_base_form(base, with_base_names(base, finetune))
     base_head, head = base.head_name, finetune.head_name
     # By name in the artifact, the names of the base's and the fine-tune's tensor.
@@ -236,7 +236,10 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
         for name, (source, target) in sorted(pairs.items(), key=lambda item: layer_order(item[0]))
         if name not in unknown
     ]
-    return Pairs(base, finetune, _read_pairs(paired), tied=base.tied and finetune.tied)
+    read = _read_pairs(paired)
+    # After the pairs, whose errors say more of what is on one side alone.
+    check_whole(base)
+    return Pairs(base, finetune, read, tied=base.tied and finetune.tied)
 
 
 def _read_pairs(paired: Sequence[TensorPair]) -> list[TensorPair]:
@@ -317,10 +320,7 @@ def _check_shapes(pair: TensorPair) -> None:
         return
     for own, other, stored in ((actual, expected, pair.tensor), (expected, actual, pair.base_tensor)):
         if 0 in own and 0 not in other:
-            raise CheckpointError(
-                f"{stored.file}: tensor {stored.name!r} is empty, as DeepSpeed's ZeRO-3 leaves parameters that it "
-                "did not gather: run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save"
-            )
+            raise empty_tensor(stored)
     is_vocabulary = is_end and len(expected) == 2 and actual[1:] == expected[1:]
     if is_vocabulary and actual[0] > expected[0]:
         return

@@ -172,24 +172,28 @@ def test_what_is_no_model_of_its_own_is_refused_by_what_it_is(
             "'model.norm.weight', which",
         ),
         (
+            lambda each: rewrite(each, lambda tensors: tensors.update({UP: torch.zeros(0)})),
+            f"'{UP}' is empty, as DeepSpeed's ZeRO-3",
+        ),
+        (
             lambda each: rewrite_config(each, num_hidden_layers=3),
-            "'model.layers.2.input_layernorm.weight', which is",
+            "with 'model.layers.2.self_attn.q_proj.weight', which",
         ),
         (
             lambda each: rewrite_config(each, vocab_size=300),
-            f"'{EMBEDDING}' has shape (259, 64), and the model that",
+            "'lm_head.weight' has shape (259, 64), and the model that",
         ),
         (
             lambda each: rewrite_config(each, num_key_value_heads=4),
             "has shape (32, 64), and the model that its config",
         ),
-        (lambda each: rewrite_config(each, attention_bias=True), "self_attn.k_proj.bias', which is in none"),
+        (lambda each: rewrite_config(each, attention_bias=True), "self_attn.q_proj.bias', which is in none"),
         (
             lambda each: rename(each, lambda name: f"pretrained_model.{name}"),
             "', which is in none of its shards",
         ),
     ],
-    ids=["matrix", "norm", "layers", "vocabulary", "heads", "biases", "names"],
+    ids=["matrix", "norm", "empty", "layers", "vocabulary", "heads", "biases", "names"],
 )
 def test_a_base_that_transformers_would_load_in_part_is_refused(
     change: Callable[[Path], object], says: str, models: TinyModels

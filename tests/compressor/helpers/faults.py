@@ -25,7 +25,7 @@ ENDS = {
 }
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Form:
     """A checkpoint's directory before it is written."""
 

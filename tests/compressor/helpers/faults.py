@@ -67,7 +67,7 @@ class Form:
         if self.num_shards == 1:
             save_file(self.tensors, directory / SINGLE, metadata={"format": "pt"})
         else:
-            weight_map = {}
+            weight_map: dict[str, str] = {}
             for number in range(self.num_shards):
                 file = f"model-{number + 1:05}-of-{self.num_shards:05}.safetensors"
                 own = {name: self.tensors[name] for name in names[number :: self.num_shards]}
@@ -480,7 +480,7 @@ def _cut(directory: Path) -> None:
 
 def _single_beside(directory: Path) -> None:
     """Leave the single file of another save, whose values are others, beside shards."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in directory.glob("model-*.safetensors"):
         tensors |= load_file(path)
     # Norms are stored whole, so that the difference stays exact.

@@ -269,7 +269,7 @@ def test_an_exact_pair_is_coded_without_a_loss(pairs: dict[str, tuple[Form, Form
             assert check(Case(family, (), (), embeddings), pairs[family], directory) == "equal"
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(case=cases())
 def test_faults_give_the_model_that_transformers_loads_or_one_line(
     case: Case, pairs: dict[str, tuple[Form, Form]]

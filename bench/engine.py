@@ -192,7 +192,11 @@ def running_engine(
 async def _connected(address: str) -> EngineClient:
     client = EngineClient("blocking")
     client.connect(address)
-    await client.welcomed
+    try:
+        await client.welcomed
+    except BaseException:
+        client.disconnect()
+        raise
     return client
 
 

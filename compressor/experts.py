@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.names import converters_of, stored_targets
-from deltastore.architecture import parse_config
+from compressor.names import converters_of, model_without_weights, stored_targets
 from deltastore.checkpoint import TORCH_DTYPE, Checkpoint, StoredTensor
-from deltastore.errors import CheckpointError, failures_as
+from deltastore.errors import CheckpointError
 from deltastore.experts import expert_stacks, is_stack
 
 # Of the tensors that a quantised stack is stored as.
@@ -60,7 +59,7 @@ def stacks_of(checkpoint: Checkpoint) -> dict[str, bool]:
     They are parameters of transformers' modules of experts. Where it builds no model, none is known.
     """
     candidates = [name for name, stored in checkpoint.tensors.items() if is_stack(stored.shape)]
-    model = _model(checkpoint.config) if candidates else None
+    model = model_without_weights(checkpoint.config) if candidates else None
     if model is None:
         return {}
     stacks = expert_stacks(model)
@@ -69,18 +68,6 @@ def stacks_of(checkpoint: Checkpoint) -> dict[str, bool]:
         for name, target, pattern in stored_targets(model, candidates)
         if target in stacks and pattern is None
     }
-
-
-def _model(config: Mapping[str, Any]) -> Any:
-    """Return the model of a configuration on the meta device; None if transformers builds none."""
-    # Deferred, because it takes seconds and most pairs need none of it.
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with failures_as(CheckpointError), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(parse_config(config), trust_remote_code=False)
-    except CheckpointError:
-        return None
 
 
 def in_base_form(base: Checkpoint, finetune: Checkpoint) -> Checkpoint:
@@ -97,7 +84,7 @@ def in_base_form(base: Checkpoint, finetune: Checkpoint) -> Checkpoint:
         is_stack(base.tensors[name].shape) for name in wanted
     ):
         return finetune
-    model = _model(base.config)
+    model = model_without_weights(base.config)
     if model is None:
         return finetune
     tensors, pieces = dict(finetune.tensors), dict[str, Sequence[StoredTensor]]()

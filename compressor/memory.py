@@ -164,7 +164,7 @@ def stage_bounds(config: CompressConfig, pairs: Pairs, coded: Collection[str]) -
     stacks = (
         one_bit_plan({pair.name: pair.shape}, [pair.name])
         for pair in pairs.tensors
-        if pair.name in pairs.stacks
+        if pair.transposed is not None
     )
     largest = max((plan.device_bytes for plan in stacks), default=0)
     coding = StageBound("coding", CODING_BYTES + 2 * largest)

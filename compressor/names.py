@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deltastore.architecture import parse_config
-from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
-from deltastore.errors import ArtifactError, CheckpointError, failures_as
+from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, StoredTensor
+from deltastore.errors import ArtifactError, CheckpointError, failures_as, shown
 from deltastore.format.header import parse_json
 
 # For types alone, because it imports transformers, which takes seconds.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MAX_PREFIX_PARTS = 4  # names of modules before the part that both names share
 MAX_LISTED = 3
+FETCH_BOTH = "fetch the checkpoint again, or the config.json that belongs to it"
 TUNED_FROM = "give the base that it was tuned from"
 
 
@@ -132,17 +133,74 @@ def converters_of(model: Any) -> list[WeightConverter]:
     return [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)]
 
 
-def unread_names(config: Mapping[str, Any], names: Collection[str]) -> frozenset[str]:
-    """Return the names that the model of a configuration does not read; none if transformers builds no such model."""
-    # Deferred, because it takes seconds and most pairs need none of it.
+def model_without_weights(config: Mapping[str, Any]) -> Any:
+    """Return the causal language model of a configuration on the meta device; None if transformers builds none."""
+    # Deferred, because it takes seconds.
     from transformers import AutoModelForCausalLM
 
     try:
         with failures_as(CheckpointError), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(parse_config(config), trust_remote_code=False)
-            return frozenset(names) - {name for name, _, _ in stored_targets(model, names)}
+            return AutoModelForCausalLM.from_config(parse_config(config), trust_remote_code=False)
     except CheckpointError:
+        return None
+
+
+def unread_names(config: Mapping[str, Any], names: Collection[str]) -> frozenset[str]:
+    """Return the names that the model of a configuration does not read; none if transformers builds no such model."""
+    model = model_without_weights(config)
+    if model is None:
         return frozenset()
+    with failures_as(CheckpointError):
+        return frozenset(names) - {name for name, _, _ in stored_targets(model, names)}
+
+
+def check_whole(base: Checkpoint) -> None:
+    """Refuse a base of which transformers would load a part: a tensor is missing, or has another shape than its model.
+
+    Nothing is known where transformers builds no model of the configuration.
+
+    Raises:
+        CheckpointError: the first such tensor.
+    """
+    model = model_without_weights(base.config)
+    if model is None:
+        return
+    known = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # Most names are the model's own; finding the others takes time for each.
+    targets = {name: name for name in base.tensors if name in known}
+    converted = set()
+    for name, target, pattern in stored_targets(model, base.tensors.keys() - targets.keys()):
+        if pattern is None:
+            targets[name] = target
+        else:
+            converted.add(target)
+    for name, target in targets.items():
+        if (shape := base.tensors[name].shape) == known[target]:
+            continue
+        if 0 in shape:
+            raise empty_tensor(base.tensors[name])
+        raise CheckpointError(
+            f"{base.tensors[name].file}: tensor {shown(name)} has shape {shape}, and the model that its config.json "
+            f"describes has {known[target]} there: {FETCH_BOTH}"
+        )
+    found, tied = {*targets.values(), *converted}, model.all_tied_weights_keys
+    ignored = model._keys_to_ignore_on_load_missing or ()
+    # Buffers that are missing have values of their own; parameters would be random.
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        shared = {name, tied.get(name, name), *(key for key, other in tied.items() if other == name)}
+        if not shared & found and not any(re.search(pattern, name) for pattern in ignored):
+            raise CheckpointError(
+                f"{base.path}: its config.json describes a model with {shown(name)}, which is in none of its shards: "
+                f"{FETCH_BOTH}"
+            )
+
+
+def empty_tensor(stored: StoredTensor) -> CheckpointError:
+    """Return the error of a tensor without values."""
+    return CheckpointError(
+        f"{stored.file}: tensor {stored.name!r} is empty, as DeepSpeed's ZeRO-3 leaves parameters that it "
+        "did not gather: run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save"
+    )
 
 
 def check_names(

@@ -23,6 +23,8 @@ from compressor.experts import check_not_mxfp4, in_base_form, stacks_of
 from compressor.names import (
     TUNED_FROM,
     check_names,
+    check_whole,
+    empty_tensor,
     listed,
     tuned_from,
     unread_names,
@@ -234,7 +236,10 @@ def pair_up(base: Checkpoint, finetune: Checkpoint) -> Pairs:
         for name, (source, target) in sorted(pairs.items(), key=lambda item: layer_order(item[0]))
         if name not in unknown
     ]
-    return Pairs(base, finetune, _read_pairs(paired), tied=base.tied and finetune.tied)
+    read = _read_pairs(paired)
+    # After the pairs, whose errors say more of what is on one side alone.
+    check_whole(base)
+    return Pairs(base, finetune, read, tied=base.tied and finetune.tied)
 
 
 def _read_pairs(paired: Sequence[TensorPair]) -> list[TensorPair]:
@@ -315,10 +320,7 @@ def _check_shapes(pair: TensorPair) -> None:
         return
     for own, other, stored in ((actual, expected, pair.tensor), (expected, actual, pair.base_tensor)):
         if 0 in own and 0 not in other:
-            raise CheckpointError(
-                f"{stored.file}: tensor {stored.name!r} is empty, as DeepSpeed's ZeRO-3 leaves parameters that it "
-                "did not gather: run its zero_to_fp32.py, or save with stage3_gather_16bit_weights_on_model_save"
-            )
+            raise empty_tensor(stored)
     is_vocabulary = is_end and len(expected) == 2 and actual[1:] == expected[1:]
     if is_vocabulary and actual[0] > expected[0]:
         return
@@ -367,7 +369,11 @@ def check_related(pairs: Pairs) -> None:
     Raises:
         CheckpointError: the fine-tune was not tuned from this base.
     """
-    matrices = [pair for pair in pairs.tensors if is_matrix(pair.name, pair.shape, embeddings=False)]
+    matrices = [
+        pair
+        for pair in pairs.tensors
+        if pair.transposed is not None or is_matrix(pair.name, pair.shape, embeddings=False)
+    ]
     step = max(1, -(-len(matrices) // SAMPLED_MATRICES))
     # For its one thread: samples are too small for more.
     with workers():
@@ -383,12 +389,13 @@ def check_related(pairs: Pairs) -> None:
 
 
 def _cosine(pair: TensorPair) -> float | None:
-    """Return the cosine of some rows of a matrix and of the base's; None if either has no weights but zero.
+    """Return the cosine of some rows of a matrix, or of a stack's experts, and of the base's.
+
+    None if either has no weights but zero.
 
     A matrix that is not finite has none, and is refused where it is coded.
     """
-    num_rows = min(pair.shape[0], pair.tensor.shape[0])
-    numel = math.prod(pair.shape[1:])
+    num_rows, numel = pair.flat_shape[0], math.prod(pair.flat_shape[1:])
     if not num_rows or not numel or numel > SAMPLED_NUMEL:
         return None
     rows = min(num_rows, max(1, SAMPLED_NUMEL // numel // SAMPLED_PLACES))
@@ -398,8 +405,8 @@ def _cosine(pair: TensorPair) -> float | None:
     product, ours, theirs = 0.0, 0.0, 0.0
     for first in places:
         block = slice(first, first + rows)
-        a = pair.base.read(pair.base_tensor.name, block).double().flatten()
-        b = pair.finetune.read(pair.tensor.name, block).double().flatten()
+        a = pair.base_rows(block).double().flatten()
+        b = pair.finetune_rows(block).double().flatten()
         product, ours, theirs = product + float(a @ b), ours + float(a @ a), theirs + float(b @ b)
     norms = math.sqrt(ours) * math.sqrt(theirs)
     return product / norms if 0 < norms < math.inf else None

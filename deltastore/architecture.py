@@ -13,7 +13,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FrameType
@@ -360,14 +360,48 @@ def differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[li
     Raises:
         CheckpointError: as `architecture`.
     """
+    if config.get("model_type") != other.get("model_type"):
+        return ["model_type"], []
     readings = [read_by_model(each) for each in (config, other)]
     if readings[0] is None or readings[1] is None:
         facts, others = architecture(config), architecture(other)
         return different_facts(facts, others, whole=True), []
     one, two = readings[0], readings[1]
-    read = different_facts(one.facts, two.facts)
+    read = sorted({*different_facts(one.facts, two.facts), *_added(one, two), *_added(two, one)})
     if not read and one.modules != two.modules:
         different = one.modules.items() ^ two.modules.items()
         read = [f"the module {min(name for name, _ in different)}"]
     names = sorted(one.unread.keys() | two.unread.keys())
     return read, [name for name in names if one.unread.get(name) != two.unread.get(name)]
+
+
+def _added(one: Reading, other: Reading) -> list[str]:
+    """Return the fields that a model reads and that the other configuration lacks, but for what code takes instead."""
+    return list(_added_facts(one.facts, other.facts, other.unread, ""))
+
+
+def _added_facts(
+    facts: Mapping[str, Any], others: Mapping[str, Any], unread: Mapping[str, Any], path: str
+) -> Iterator[str]:
+    for name, value in facts.items():
+        if name.startswith("rope_"):
+            # Its values are compared with those that are missing.
+            continue
+        if name not in others:
+            if f"{path}{name}" not in unread and value not in _if_absent(name, facts):
+                yield f"{path}{name}"
+        elif isinstance(value, dict) and isinstance(others[name], dict):
+            yield from _added_facts(value, others[name], unread, f"{path}{name}.")
+
+
+def _if_absent(name: str, facts: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the values of a field that mean as much as none: those that code takes where its class has no default."""
+    if name == "is_causal":
+        return (True,)
+    if name == "head_dim":
+        hidden, heads = facts.get("hidden_size"), facts.get("num_attention_heads")
+        return (
+            None,
+            hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None,
+        )
+    return (None, False)

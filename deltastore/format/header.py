@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import isinf, prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
 
 from deltastore.errors import ArtifactError, shown
 
@@ -34,14 +36,15 @@ MAX_RANK = 8
 MAX_SIZE = 1 << 62
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 METADATA_KEY = "__metadata__"
+JSON_SPACE = b" \t\r\n"
 DTYPE_BYTES: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+# A struct, because a header may hold a hundred thousand of them; not looked at by the garbage collector.
+class TensorEntry(msgspec.Struct, frozen=True, gc=False):
     """One tensor of a file; `start` and `end` are bytes from the beginning of the data section."""
 
     name: str
@@ -121,11 +124,9 @@ def read_header(fd: int, where: str) -> Header:
         raise ArtifactError(
             f"{where}: truncated: its header needs {8 + length} bytes and the file has {size}"
         )
-    document = _parse(read_exactly(fd, length, 8, where), where)
-    metadata = _metadata(document.pop(METADATA_KEY, {}), where)
-    entries = sorted(
-        (_entry(name, value, where) for name, value in document.items()), key=lambda e: (e.start, e.end)
-    )
+    raw = read_exactly(fd, length, 8, where)
+    entries, metadata = _common_form(raw, where) or _any_form(raw, where)
+    entries.sort(key=lambda entry: (entry.start, entry.end))
     _check_contiguous(entries, size - 8 - length, where)
     return Header({entry.name: entry for entry in entries}, metadata, 8 + length)
 
@@ -193,7 +194,7 @@ def parse_json(raw: bytes | str, where: str) -> Any:
     """
     try:
         text = raw if isinstance(raw, str) else raw.decode()
-        if text.count(",") + text.count("[") + text.count("{") > MAX_JSON_VALUES:
+        if _num_values(text) > MAX_JSON_VALUES:
             raise ValueError(f"more than {MAX_JSON_VALUES} values")
         document = json.loads(
             text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite, parse_int=_short
@@ -206,6 +207,13 @@ def parse_json(raw: bytes | str, where: str) -> Any:
     except ValueError as error:
         raise ArtifactError(f"{where}: its JSON cannot be read: {error}") from error
     return document
+
+
+def _num_values(text: str | bytes) -> int:
+    """Bound the number of values of a JSON text."""
+    if isinstance(text, str):
+        return text.count(",") + text.count("[") + text.count("{")
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -229,6 +237,69 @@ def _short(text: str) -> int:
     return _no_number(text) if len(text) > MAX_DIGITS else int(text)
 
 
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SIZE)]
+
+
+class _Fields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """The value of one tensor in a header."""
+
+    dtype: Literal[tuple(DTYPE_BYTES)]  # type: ignore[valid-type]
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=MAX_RANK)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_RAW_VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_FIELDS = msgspec.json.Decoder(list[_Fields])
+
+
+def _common_form(raw: bytes, where: str) -> tuple[list[TensorEntry], dict[str, str]] | None:
+    """Read a header as tools write it, without spaces and escapes, in a tenth of the time of `_any_form`.
+
+    None for every header of which it is not sure; `_any_form` reads it or names its defect. msgspec keeps the last of
+    equal keys, so they are found by what is lost: what it keeps must be as long as the text, and a key of `ENTRY_KEYS`
+    must be there once for each tensor.
+
+    Raises:
+        ArtifactError: the first defect of the metadata.
+    """
+    text = raw.rstrip(JSON_SPACE)
+    if not text.startswith(b"{") or _num_values(text) > MAX_JSON_VALUES:
+        return None
+    try:
+        values = _RAW_VALUES.decode(text)
+        names = "".join(values)
+        length = len(names.encode()) + sum(map(len, values.values())) + len('"":,') * len(values) + len("}")
+        metadata = values.pop(METADATA_KEY, msgspec.Raw(b"{}"))
+        fields = b"[%b]" % b",".join(values.values())
+        parsed = _FIELDS.decode(fields)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    if (
+        length != len(text)
+        or b"\\" in fields
+        or any(fields.count(b'"%b"' % key.encode()) != len(values) for key in ENTRY_KEYS)
+        or not names.isprintable()
+        or not all(0 < len(name) <= MAX_NAME_CHARS for name in values)
+    ):
+        return None
+    entries = []
+    for name, own in zip(values, parsed, strict=True):
+        start, end = own.data_offsets
+        # No size is 0, so the bytes bound their product.
+        if start >= end or prod(own.shape) * DTYPE_BYTES[own.dtype] != end - start:
+            return None
+        entries.append(TensorEntry(name, own.dtype, own.shape, start, end))
+    return entries, _metadata(parse_json(bytes(metadata), f"{where}: header"), where)
+
+
+def _any_form(raw: bytes, where: str) -> tuple[list[TensorEntry], dict[str, str]]:
+    _check_brace(raw, where)
+    document = parse_json(raw, f"{where}: header")
+    assert isinstance(document, dict)
+    metadata = _metadata(document.pop(METADATA_KEY, {}), where)
+    return [_entry(name, value, where) for name, value in document.items()], metadata
+
+
 def _check_header_length(length: int, size: int, where: str) -> None:
     limit = min(MAX_HEADER_BYTES, FREE_HEADER_BYTES + size // MAX_HEADER_SHARE)
     if length > limit:
@@ -241,13 +312,6 @@ def _check_header_length(length: int, size: int, where: str) -> None:
 def _check_brace(raw: bytes, where: str) -> None:
     if not raw.startswith(b"{"):
         raise ArtifactError(f"{where}: not a safetensors file: its header does not begin with '{{'")
-
-
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
-    _check_brace(raw, where)
-    document = parse_json(raw, f"{where}: header")
-    assert isinstance(document, dict)
-    return document
 
 
 def _metadata(value: Any, where: str) -> dict[str, str]:

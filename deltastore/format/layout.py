@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deltastore.errors import ArtifactError, shown
 from deltastore.format.header import ALIGNMENT, Header, TensorEntry
@@ -34,9 +34,9 @@ def check_layout(header: Header, manifest: Manifest, where: str) -> None:
         raise ArtifactError(
             f"{where}: its data begins at {header.data_start}, which is not a multiple of {ALIGNMENT}"
         )
-    tensors = _tensor_names(manifest, where)
+    tensors = _forms(manifest, where)
     files = {file_tensor(name) for name in manifest.files}
-    if missing := (tensors | files) - header.tensors.keys():
+    if missing := (tensors.keys() | files) - header.tensors.keys():
         raise ArtifactError(f"{where}: tensor {shown(min(missing))} is in its manifest and not in the file")
     device_bytes = header.data_bytes
     for entry in header.tensors.values():
@@ -56,20 +56,48 @@ def check_layout(header: Header, manifest: Manifest, where: str) -> None:
             f"{where}: device_bytes is {manifest.device_bytes} and its layout gives {device_bytes}"
         )
     for name, spec in manifest.tensors.items():
-        _check_forms(header, name, spec, where)
+        if 0 in spec.shape or (spec.codec == "onebit" and not spec.base_rows):
+            raise ArtifactError(
+                f"{where}: tensor {shown(name)} has the empty shape {spec.shape} ({spec.added_rows} rows added)"
+            )
+    for name, (dtypes, shape) in tensors.items():
+        entry = header.tensors[name]
+        if entry.dtype not in dtypes or entry.shape != shape:
+            raise ArtifactError(
+                f"{where}: tensor {shown(name)} is {entry.dtype} {list(entry.shape)} "
+                f"and must be {' or '.join(dtypes)} {list(shape)}"
+            )
 
 
-def _tensor_names(manifest: Manifest, where: str) -> set[str]:
-    """Return the names of all tensors of the manifest's specs; no name may be used twice, by a spec or a file."""
-    counts = Counter(file_tensor(name) for name in manifest.files)
-    names: set[str] = set()
+Form = tuple[tuple[str, ...], tuple[int, ...]]  # allowed dtypes and shape of a tensor
+
+
+def _forms(manifest: Manifest, where: str) -> dict[str, Form]:
+    """Return the form of every tensor that the manifest's specs ask for.
+
+    Raises:
+        ArtifactError: a name is used twice, by a spec or a file.
+    """
+    taken = Counter(file_tensor(name) for name in manifest.files)
+    if twice := [name for name, count in taken.items() if count > 1]:
+        raise _asked_twice(twice[0], where)
+    # Most of the matrices of a model have a few shapes.
+    known: dict[Any, list[tuple[str, Form]]] = {}
+    forms: dict[str, Form] = {}
     for name, spec in manifest.tensors.items():
-        own = [name] if spec.axis is None else part_names(name, spec).all()
-        counts.update(own)
-        names.update(own)
-    if twice := [name for name, count in counts.items() if count > 1]:
-        raise ArtifactError(f"{where}: its manifest asks for tensor {shown(twice[0])} twice")
-    return names
+        key = (spec.codec, *spec.shape, spec.axis, spec.planes, spec.rank, spec.added_rows, spec.transposed)
+        if (parts := known.get(key)) is None:
+            parts = known[key] = list(_parts(spec))
+        for suffix, form in parts:
+            part = name + suffix
+            if part in forms or part in taken:
+                raise _asked_twice(part, where)
+            forms[part] = form
+    return forms
+
+
+def _asked_twice(name: str, where: str) -> ArtifactError:
+    return ArtifactError(f"{where}: its manifest asks for tensor {shown(name)} twice")
 
 
 def _check_padding(entry: TensorEntry, where: str) -> None:
@@ -90,23 +118,19 @@ def _check_file(entry: TensorEntry, where: str) -> None:
         )
 
 
-def _check_forms(header: Header, name: str, spec: TensorSpec, where: str) -> None:
-    """Check that every part has the dtype and shape that its spec implies."""
-    if 0 in (*spec.shape, spec.base_rows if spec.codec == "onebit" else 1):
-        raise ArtifactError(
-            f"{where}: tensor {shown(name)} has the empty shape {spec.shape} ({spec.added_rows} rows added)"
-        )
+def _parts(spec: TensorSpec) -> Iterator[tuple[str, Form]]:
+    """Yield each tensor that a spec is stored as: the end of its name, after that of the spec, and its form."""
     if spec.axis is None:
-        _check_form(header.tensors[name], FLOATS, tuple(spec.shape), where)
+        yield "", (FLOATS, tuple(spec.shape))
         return
-    for part, dtypes, shape in _forms(name, spec):
-        if part is not None:
-            _check_form(header.tensors[part], dtypes, shape, where)
+    for suffix, dtypes, shape in _matrix_parts(spec):
+        if suffix is not None:
+            yield suffix, (dtypes, shape)
 
 
-def _forms(name: str, spec: TensorSpec) -> Iterator[tuple[str | None, tuple[str, ...], tuple[int, ...]]]:
-    """Yield name, allowed dtypes and shape of each part of a coded matrix or stack; an absent part's name is None."""
-    parts = part_names(name, spec)
+def _matrix_parts(spec: TensorSpec) -> Iterator[tuple[str | None, tuple[str, ...], tuple[int, ...]]]:
+    """Yield the parts of a coded matrix or stack; the name of an absent part is None."""
+    parts = part_names("", spec)
     if spec.codec == "stack":
         (num_experts, rows, columns), (plane,) = spec.shape, parts.planes
         out_features, in_features = spec.features
@@ -124,11 +148,3 @@ def _forms(name: str, spec: TensorSpec) -> Iterator[tuple[str | None, tuple[str,
     yield parts.left, ("F16",), (rows, spec.rank)
     yield parts.right, ("F16",), (spec.rank, in_features)
     yield parts.added, FLOATS, (spec.added_rows, in_features)
-
-
-def _check_form(entry: TensorEntry, dtypes: tuple[str, ...], shape: tuple[int, ...], where: str) -> None:
-    if entry.dtype not in dtypes or entry.shape != shape:
-        raise ArtifactError(
-            f"{where}: tensor {shown(entry.name)} is {entry.dtype} {list(entry.shape)} "
-            f"and must be {' or '.join(dtypes)} {list(shape)}"
-        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -123,6 +124,9 @@ class TensorSpec(_Strict):
         return (columns, rows) if self.transposed else (rows, columns)
 
 
+NUM_SPEC_FIELDS = len(TensorSpec.model_fields)
+
+
 class Manifest(_Strict):
     """All facts about an artifact beside its tensor bytes."""
 
@@ -165,9 +169,7 @@ class Manifest(_Strict):
         document = parse_json(metadata[MANIFEST_KEY], where)
         if isinstance(document, dict) and isinstance(specs := document.get("tensors"), dict):
             # One by one, because pydantic would first collect the defects of all of them.
-            document["tensors"] = {
-                name: _parse(TensorSpec, spec, where, name) for name, spec in specs.items()
-            }
+            document["tensors"] = {name: _spec(spec, where, name) for name, spec in specs.items()}
         manifest = _parse(cls, document, where)
         if manifest.format != claimed:
             held = f"{len(manifest.stacks)} stacks of experts" if manifest.stacks else "no stack of experts"
@@ -200,6 +202,15 @@ def _check_format(metadata: Mapping[str, str], where: str) -> None:
             f"{where}: artifact format {shown(metadata[FORMAT_KEY])}, and this version of Peraxis reads "
             f"formats {' and '.join(FORMATS)}: update it, or compress again with it"
         )
+
+
+def _spec(value: Any, where: str, tensor: str) -> TensorSpec:
+    # Pydantic would collect every unknown field.
+    if isinstance(value, dict) and len(value) <= NUM_SPEC_FIELDS:
+        with suppress(ValidationError):
+            return TensorSpec.model_validate(value)
+    # Again, for its first defect.
+    return _parse(TensorSpec, value, where, tensor)
 
 
 def _parse(model: type[_Parsed], value: Any, where: str, tensor: str | None = None) -> _Parsed:

@@ -160,6 +160,50 @@ def test_what_is_no_model_of_its_own_is_refused_by_what_it_is(
     assert way_out in message
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda each: rewrite(each, lambda tensors: tensors.pop(UP)),
+            f"a model with '{UP}', which is in none",
+        ),
+        (
+            lambda each: rewrite(each, lambda tensors: tensors.pop("model.norm.weight")),
+            "'model.norm.weight', which",
+        ),
+        (
+            lambda each: rewrite(each, lambda tensors: tensors.update({UP: torch.zeros(0)})),
+            f"'{UP}' is empty, as DeepSpeed's ZeRO-3",
+        ),
+        (
+            lambda each: rewrite_config(each, num_hidden_layers=3),
+            "with 'model.layers.2.self_attn.q_proj.weight', which",
+        ),
+        (
+            lambda each: rewrite_config(each, vocab_size=300),
+            "'lm_head.weight' has shape (259, 64), and the model that",
+        ),
+        (
+            lambda each: rewrite_config(each, num_key_value_heads=4),
+            "has shape (32, 64), and the model that its config",
+        ),
+        (lambda each: rewrite_config(each, attention_bias=True), "self_attn.q_proj.bias', which is in none"),
+        (
+            lambda each: rename(each, lambda name: f"pretrained_model.{name}"),
+            "', which is in none of its shards",
+        ),
+    ],
+    ids=["matrix", "norm", "empty", "layers", "vocabulary", "heads", "biases", "names"],
+)
+def test_a_base_that_transformers_would_load_in_part_is_refused(
+    change: Callable[[Path], object], says: str, models: TinyModels
+) -> None:
+    """Both sides are of one form, so that nothing differs in their names and configurations."""
+    for directory in (models.base, models.finetunes[0]):
+        change(directory)
+    assert says in refused(models)
+
+
 @pytest.mark.parametrize("side", ["base", "finetune-0"])
 def test_a_tensor_that_zero_3_left_empty_is_named(side: str, models: TinyModels) -> None:
     rewrite(models.base.parent / side, lambda tensors: tensors.update({UP: torch.zeros(0)}))
@@ -283,6 +327,27 @@ def test_one_shard_of_another_model_is_refused_and_one_new_layer_is_not(tmp_path
     (tmp_path / "delta").unlink()
     rewrite(models.finetunes[0], draw_again(("layers.4.",)))
     assert "10 of 42 matrices differ" in refused(TinyModels(models.base, models.finetunes))
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "granitemoe"])
+@pytest.mark.parametrize("num_experts", [1, 4])
+def test_experts_of_another_model_are_refused_and_one_new_expert_is_not(
+    architecture: str, num_experts: int, tmp_path: Path
+) -> None:
+    models = make_pair(architecture, tmp_path)
+    drawn = torch.Generator().manual_seed(3)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.dim() == 3:
+                tensors[name] = tensor.clone()
+                tensors[name][:num_experts] = 0.2 * torch.randn(tensor[:num_experts].shape, generator=drawn)
+
+    rewrite(models.finetunes[0], change)
+    if num_experts == 1:
+        compressed(models, tmp_path / "delta")
+    else:
+        assert "matrices differ from those of" in refused(models)
 
 
 def test_a_fine_tune_that_grew_or_shrank_is_not_another_model(models: TinyModels, tmp_path: Path) -> None:

@@ -182,6 +182,33 @@ def test_a_field_that_nothing_reads_is_named_apart() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"head_dim": 32}, ["head_dim"]),
+        ({"head_dim": None}, []),
+        ({"head_dim": 16}, []),
+        ({"is_causal": False}, ["is_causal"]),
+        ({"is_causal": True}, []),
+        ({"use_bidirectional_attention": False, "sliding_window": None}, []),
+    ],
+    ids=str,
+)
+def test_a_field_that_only_one_configuration_has_is_a_difference_where_code_reads_it(
+    values: dict[str, Any], names: list[str]
+) -> None:
+    """The class has no such fields; code of the model asks for them and has values for a configuration without."""
+    config = config_of("gpt_neox")
+    assert not config.keys() & values.keys()
+    for pair in ((config, {**config, **values}), ({**config, **values}, config)):
+        assert differences(*pair)[0] == names
+
+
+def test_a_configuration_without_a_model_type_is_a_difference() -> None:
+    without = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    assert differences(LLAMA, without) == (["model_type"], [])
+
+
+@pytest.mark.parametrize(
     ("rope", "is_refused"),
     [
         ({"rope_type": "default"}, False),

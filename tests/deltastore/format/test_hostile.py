@@ -14,7 +14,14 @@ import torch
 
 from deltastore.errors import ArtifactError, ArtifactTooLarge
 from deltastore.format.artifact import COPY_BYTES, Artifact, ArtifactWriter
-from deltastore.format.header import MAX_HEADER_BYTES, MAX_JSON_VALUES, Header, TensorEntry, parse_json
+from deltastore.format.header import (
+    MAX_HEADER_BYTES,
+    MAX_JSON_VALUES,
+    Header,
+    TensorEntry,
+    parse_json,
+    read_header,
+)
 from deltastore.format.layout import MAX_FILE_BYTES, check_layout
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane
@@ -197,6 +204,71 @@ def test_a_header_may_be_large_only_in_a_large_file(tmp_path: Path) -> None:
         ArtifactError, match=f"claims {length} bytes, more than the {MAX_HEADER_BYTES} allowed"
     ):
         read_all(path)
+
+
+ENTRY = '{"dtype":"U8","shape":[4],"data_offsets":[0,4]}'
+
+
+def one(old: str, new: str) -> str:
+    """Return a header of one tensor with a part of its value replaced."""
+    assert old in ENTRY
+    return f'{{"a":{ENTRY.replace(old, new, 1)}}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (one("", ""), None),
+        (f'{{"a" : {ENTRY} }}', None),
+        (f'{{"\\u0061":{ENTRY}}}', None),
+        (one("[4]", "[4 ]"), None),
+        (one("shape", "\\u0073hape"), None),
+        (one("[4]", "[4,1,1]"), None),
+        (f'{{"a":{ENTRY},"b":{ENTRY.replace("[4]", "[4,0]").replace("0,4", "4,4")}}}', None),
+        (f'{{"a":{ENTRY},"a":{ENTRY}}}', "key 'a' stands twice"),
+        (f'{{"a":{ENTRY},"\\u0061":{ENTRY}}}', "key 'a' stands twice"),
+        (f'{{"__metadata__":{{}},"a":{ENTRY},"__metadata__":{{}}}}', "key '__metadata__' stands twice"),
+        (f'{{"__metadata__":{{"k":"","k":""}},"a":{ENTRY}}}', "key 'k' stands twice"),
+        (one("]}", '],"dtype":"U8"}'), "key 'dtype' stands twice"),
+        (one("]}", '],"dtype" :"U8"}'), "key 'dtype' stands twice"),
+        (one("]}", '],"\\u0064type":"U8"}'), "key 'dtype' stands twice"),
+        (one("]}", '],"shape":[4]}'), "key 'shape' stands twice"),
+        (one("]}", '],"order":1}'), "needs exactly dtype, shape and data_offsets"),
+        (one("4]", "4.0]"), "malformed shape"),
+        (one("[0", "[-1"), "malformed data_offsets"),
+        (one("U8", "dtype"), "unknown dtype 'dtype'"),
+        (one("[4]", "[5]"), "does not fill its 4 bytes"),
+        (one("[4]", f"[{2**61},{2**61},0]").replace("0,4", "0,0"), "malformed shape"),
+        (one("[4]", f"[4{',1' * 8}]"), "malformed shape"),
+        (one("[4]", f"[{'9' * 21}]"), "is not allowed"),
+        (f'{{"":{ENTRY}}}', "is not 1 to 512 characters"),
+        ('{"%s":%s}' % ("a" * 513, ENTRY), "is not 1 to 512 characters"),  # noqa: UP031
+        (f'{{"\u202e":{ENTRY}}}', "is not 1 to 512 characters"),
+        (f'{{"__metadata__":{{"k":"\\ud800"}},"a":{ENTRY}}}', "surrogates not allowed"),
+        (f'{{"__metadata__":{{"k":1}},"a":{ENTRY}}}', "must map names to strings"),
+        (f'{{"__metadata__":7,"a":{ENTRY}}}', "must map names to strings"),
+        (one("", "") + "\x0b", "JSON cannot be read"),
+        (one("", "") + ",", "JSON cannot be read"),
+    ],
+)
+def test_a_header_is_read_alike_in_every_way_of_writing_it(
+    text: str, says: str | None, tmp_path: Path
+) -> None:
+    """Most headers are written without spaces and escapes, and are read in another way than the rest."""
+    raw = text.encode()
+    path = tmp_path / "a"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(4 if "0,0" not in text else 0))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if says is None:
+            entries = read_header(descriptor, "upload").tensors
+            assert entries["a"].num_bytes == 4
+            assert entries["a"].shape[0] == 4
+        else:
+            with pytest.raises(ArtifactError, match=says):
+                read_header(descriptor, "upload")
+    finally:
+        os.close(descriptor)
 
 
 def test_every_truncation_is_refused(each: bytes, tmp_path: Path) -> None:

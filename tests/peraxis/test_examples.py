@@ -24,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 
 def ran(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "examples" / name, *map(str, arguments)]
+    command: list[str] = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 

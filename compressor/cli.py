@@ -303,6 +303,14 @@ def evaluate(
             help="Tasks of lm-evaluation-harness to run zero-shot; 'paper' runs the five of the paper.",
         ),
     ] = None,
+    rival: Annotated[
+        Literal["lora"] | None,
+        typer.Option(
+            "--rival",
+            help="Measure on the text, too, a LoRA with as many bytes, extracted from the weight differences by "
+            "truncated SVD.",
+        ),
+    ] = None,
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
     ] = True,
@@ -314,7 +322,9 @@ def evaluate(
 
     KL(fine-tune || model) is in nats per token, agreement the share of tokens whose most likely next one is the same,
     both over the fine-tune's whole vocabulary. Where that is longer than the base's, the base is measured with the
-    fine-tune's added rows; in tasks it is itself. Paths in a task file count from the working directory.
+    fine-tune's added rows; in tasks it is itself. Paths in a task file count from the working directory. The rival
+    adapts every matrix that the delta codes, by one rank for all that fits the delta's bytes; bytes that are left give
+    some matrices one rank more. Tensors that the delta stores whole are the same in both. Tasks are not run with it.
     """
     names = () if tasks is None else tuple(tasks.split(","))
     if not all(names):
@@ -323,7 +333,7 @@ def evaluate(
     from compressor.evaluation import EvalConfig
     from compressor.evaluation import evaluate as run
 
-    result = run(EvalConfig(base, finetune, delta, text, samples, names, progress))
+    result = run(EvalConfig(base, finetune, delta, text, samples, names, progress, rival))
     if as_json:
         print(json.dumps(result.as_json(), indent=2))
         return
@@ -336,24 +346,34 @@ def _lines(result: Evaluation) -> Iterator[str]:
         "KL to fine-tune",
         "agreement",
         "perplexity",
+        "gain recovered",
         *(_title(result, task) for task in result.scores),
     ]
     rows = [
-        ["base", *_figures(result.base), *_task_figures(result, "base")],
+        ["base", *_figures(result.base, 0.0 if result.base.kl else None), *_task_figures(result, "base")],
         [
             "fine-tune",
             "0",
             "100.00%",
             f"{result.delta.perplexity_finetune:.4g}",
+            _share(1.0 if result.base.kl else None),
             *_task_figures(result, "finetune"),
         ],
-        ["delta", *_figures(result.delta), *_task_figures(result, "delta")],
+        ["delta", *_figures(result.delta, result.kept), *_task_figures(result, "delta")],
     ]
+    if (rival := result.rival) is not None:
+        rows.append(["LoRA", *_figures(rival.fidelity, rival.kept), *["-"] * len(result.scores)])
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     yield from (_aligned(row, widths) for row in (head, *rows))
     yield ""
     if result.kept is not None:
         yield f"the delta goes {100 * result.kept:.2f}% of the way from base to fine-tune, by KL"
+    if rival is not None:
+        yield (
+            f"the LoRA, by truncated SVD of {rival.num_adapted} matrices, has rank {rival.rank} "
+            f"({rival.rank + 1} in {rival.num_raised}): {size_text(rival.size_bytes)}, the delta "
+            f"{size_text(rival.artifact_bytes)}"
+        )
     yield f"{result.num_sequences} sequences of text, {result.delta.num_tokens} tokens"
     if result.foreign:
         more = f" and {len(result.foreign) - 1} more" if len(result.foreign) > 1 else ""
@@ -367,8 +387,13 @@ def _title(result: Evaluation, task: str) -> str:
     return f"{task} ({result.scores[task]['delta'].metric})"
 
 
-def _figures(fidelity: Fidelity) -> list[str]:
-    return [f"{fidelity.kl:.4g}", f"{100 * fidelity.agreement:.2f}%", f"{fidelity.perplexity:.4g}"]
+def _figures(fidelity: Fidelity, kept: float | None) -> list[str]:
+    figures = [f"{fidelity.kl:.4g}", f"{100 * fidelity.agreement:.2f}%", f"{fidelity.perplexity:.4g}"]
+    return [*figures, _share(kept)]
+
+
+def _share(kept: float | None) -> str:
+    return "-" if kept is None else f"{100 * kept:.2f}%"
 
 
 def _task_figures(result: Evaluation, model: str) -> list[str]:

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from compressor.config import Calibration, CompressConfig, FitSettings, OptionField, config_of, options_of
-from deltastore.console import flag_of, naming_flags, size_text
+from deltastore.console import flag_of, naming_flags, print_table, size_text
 from deltastore.errors import UsageError, shown
 
 if TYPE_CHECKING:
+    from compressor.batch import Outcome
     from compressor.evaluation import Evaluation
     from compressor.fidelity import Fidelity
     from compressor.pipeline import CompressResult
@@ -33,6 +34,9 @@ OPTIONS: Mapping[str, OptionField] = {
 }
 # The flags that do not have the name of their option.
 OTHER_FLAGS = {name: field.option.flag for name, field in OPTIONS.items() if field.option.flag}
+REQUIRED = [name for name, field in OPTIONS.items() if field.default is MISSING]
+# The parameters that go together with `--all`.
+BESIDE_ALL = frozenset({"all_of", "progress", "as_json"})
 RECIPE_OF_SOLVER = {"lstsq": "ours", "adamw": "paper"}
 
 Command = Callable[..., None]
@@ -82,8 +86,9 @@ def _parameter(name: str, field: OptionField) -> inspect.Parameter:
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if field.default is MISSING else field.default,
-        annotation=Annotated[field.kind, option],
+        # `--all` takes the place of the required ones.
+        default=None if field.default is MISSING else field.default,
+        annotation=Annotated[field.kind | None if field.default is MISSING else field.kind, option],
     )
 
 
@@ -103,14 +108,31 @@ def compress(
             "--plan", help="Print the memory and disk that this would take at most, and do nothing."
         ),
     ] = False,
+    all_of: Annotated[
+        Path | None,
+        typer.Option(
+            "--all",
+            metavar="FILE.toml",
+            help="Make the deltas of all fine-tunes of one base that the file names, in place of --base, --finetune, "
+            "--out and the other options. Given again, it goes on where it ended.",
+        ),
+    ] = None,
     progress: Progress = True,
     as_json: Json = False,
     **options: Any,
 ) -> None:
     """Make a delta from a base and its fine-tune.
 
-    Example: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors
+    Examples: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors; peraxis compress --all tunes.toml
     """
+    if all_of is not None:
+        _refuse_beside_all(context)
+        _compress_all(all_of, progress, as_json)
+        return
+    if missing := [flag_of(name) for name in REQUIRED if options[name] is None]:
+        raise UsageError(
+            f"{' and '.join(missing)} missing: give {', '.join(map(flag_of, REQUIRED))}, or --all FILE.toml"
+        )
     if solver is not None:
         options["recipe"] = _recipe_of_solver(solver, context)
     config = config_of(**options, progress=progress)
@@ -172,6 +194,45 @@ def merge(
     print(
         f"{result.out}: {result.num_files} files of weights, {size_text(result.size_bytes)} in {result.dtype}"
     )
+
+
+def _refuse_beside_all(context: typer.Context) -> None:
+    """Refuse flags that the file of `--all` has in their place."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in BESIDE_ALL and source is not None and source.name != "DEFAULT":
+            flag = OTHER_FLAGS.get(name, flag_of(name))
+            raise UsageError(f"{flag} does nothing beside --all: give it in the file, or leave it away")
+
+
+def _compress_all(file: Path, progress: bool, as_json: bool) -> None:
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.batch import compress_all, read_batch
+
+    outcomes = compress_all(read_batch(file, progress))
+    if as_json:
+        _print_json([outcome.as_json() for outcome in outcomes])
+    else:
+        print_table(
+            ["NAME", "STATE", "SIZE", "SMALLER", "KL", "AGREEMENT", "WEIGHT ERROR", "SECONDS", "FILE"],
+            [_outcome_row(outcome) for outcome in outcomes],
+        )
+    if any(outcome.state == "failed" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _outcome_row(outcome: Outcome) -> list[str]:
+    size, full, fidelity = outcome.artifact_bytes, outcome.full_bytes, outcome.fidelity
+    held_out = fidelity.get("held_out", {})
+    figures = [
+        "-" if size is None else size_text(size),
+        "-" if not size or full is None else f"{full / size:.2f}x",
+        f"{held_out['kl']:.3g}" if held_out else "-",
+        f"{held_out['agreement']:.2%}" if held_out else "-",
+        f"{fidelity['weight_error']:.4f}" if "weight_error" in fidelity else "-",
+        f"{outcome.seconds:.1f}",
+    ]
+    return [outcome.name, outcome.state, *figures, "-" if size is None else str(outcome.out)]
 
 
 def _recipe_of_solver(solver: str, context: typer.Context) -> str:

@@ -335,6 +335,61 @@ def import_(
         print(f"weight error {error:.4f} of the difference's norm")
 
 
+@app.command("push-hub")
+@names_flags({})
+def push_hub(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The artifact, named NAME.safetensors.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/REPO", help="The model repository of the hub.")],
+    card: Annotated[
+        Path | None,
+        typer.Option(
+            "--card",
+            metavar="DIR",
+            help="Take the model card that `peraxis compress --report DIR` wrote; by default one is made of the "
+            "artifact alone, without continuations.",
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model",
+            metavar="ORG/REPO",
+            help="The base's id on the hub, for the card; by default the artifact's own, where that is one.",
+        ),
+    ] = None,
+    create: Annotated[
+        bool, typer.Option("--create", help="Make the repository if it is not there; it is private then.")
+    ] = False,
+    replace_card: Annotated[
+        bool, typer.Option("--replace-card", help="Replace a README.md in it that is no card of a delta.")
+    ] = False,
+    progress: Progress = True,
+    as_json: Json = False,
+) -> None:
+    """Upload a delta with its model card to a repository of the Hugging Face hub, in one commit.
+
+    Example: peraxis push-hub tuned.safetensors ORG/REPO --base-model ORG/BASE
+
+    The token is that of HF_TOKEN, or the one that `hf auth login` stored. A server takes the delta from there:
+    peraxis push hf://ORG/REPO --name NAME
+    """
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.hub import HubPush
+    from compressor.hub import push_hub as run
+
+    pushed = run(HubPush(file, repo, card, base_model, create, replace_card, progress))
+    if not pushed.has_card:
+        print(
+            f"note: {repo}: its README.md is no card of a delta and stays: --replace-card replaces it",
+            file=sys.stderr,
+        )
+    if as_json:
+        _print_json(pushed.as_json())
+        return
+    print(f"{pushed.url}  {size_text(pushed.size_bytes)}  sha256:{pushed.digest}")
+    print(f"publish it on a server: peraxis push hf://{repo}@{pushed.commit}:{file.name} --name NAME")
+
+
 @app.command("eval")
 @names_flags({})
 def evaluate(

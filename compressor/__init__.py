@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compressor.config import RecipeName
     from compressor.convert.merge import DtypeName, MergeResult
-    from compressor.evaluation import Evaluation
+    from compressor.evaluation import Evaluation, RivalName
     from compressor.pipeline import CompressResult
 
 __all__ = ["compress", "evaluate", "merge"]
@@ -91,6 +91,7 @@ def evaluate(
     text: str,
     samples: int = 128,
     tasks: tuple[str, ...] = (),
+    rival: RivalName | None = None,
     progress: bool = False,
 ) -> Evaluation:
     """Measure how near an artifact is to its fine-tune on text and in tasks, beside how near the base is.
@@ -102,6 +103,7 @@ def evaluate(
         text: As `compress` takes it, but for ``none``; text that the delta was not fitted to.
         samples: Number of sequences of text.
         tasks: Tasks of lm-evaluation-harness, or their .yaml files.
+        rival: ``lora`` measures a LoRA of as many bytes on the text, too.
         progress: Show progress on stderr.
 
     Raises:
@@ -112,4 +114,4 @@ def evaluate(
     from compressor.evaluation import EvalConfig
     from compressor.evaluation import evaluate as run
 
-    return run(EvalConfig(str(base), str(finetune), Path(delta), text, samples, tasks, progress))
+    return run(EvalConfig(str(base), str(finetune), Path(delta), text, samples, tasks, progress, rival))

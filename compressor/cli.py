@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from compressor.config import Calibration, CompressConfig, FitSettings, OptionField, config_of, options_of
-from deltastore.console import flag_of, naming_flags, size_text
+from deltastore.console import flag_of, naming_flags, print_table, size_text
 from deltastore.errors import UsageError, shown
 
 if TYPE_CHECKING:
+    from compressor.batch import Outcome
     from compressor.evaluation import Evaluation
     from compressor.fidelity import Fidelity
     from compressor.pipeline import CompressResult
@@ -33,6 +34,9 @@ OPTIONS: Mapping[str, OptionField] = {
 }
 # The flags that do not have the name of their option.
 OTHER_FLAGS = {name: field.option.flag for name, field in OPTIONS.items() if field.option.flag}
+REQUIRED = [name for name, field in OPTIONS.items() if field.default is MISSING]
+# The parameters that go together with `--all`.
+BESIDE_ALL = frozenset({"all_of", "progress", "as_json"})
 RECIPE_OF_SOLVER = {"lstsq": "ours", "adamw": "paper"}
 
 Command = Callable[..., None]
@@ -82,8 +86,9 @@ def _parameter(name: str, field: OptionField) -> inspect.Parameter:
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if field.default is MISSING else field.default,
-        annotation=Annotated[field.kind, option],
+        # `--all` takes the place of the required ones.
+        default=None if field.default is MISSING else field.default,
+        annotation=Annotated[field.kind | None if field.default is MISSING else field.kind, option],
     )
 
 
@@ -103,14 +108,31 @@ def compress(
             "--plan", help="Print the memory and disk that this would take at most, and do nothing."
         ),
     ] = False,
+    all_of: Annotated[
+        Path | None,
+        typer.Option(
+            "--all",
+            metavar="FILE.toml",
+            help="Make the deltas of all fine-tunes of one base that the file names, in place of --base, --finetune, "
+            "--out and the other options. Given again, it goes on where it ended.",
+        ),
+    ] = None,
     progress: Progress = True,
     as_json: Json = False,
     **options: Any,
 ) -> None:
     """Make a delta from a base and its fine-tune.
 
-    Example: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors
+    Examples: peraxis compress --base BASE --finetune TUNED --out tuned.safetensors; peraxis compress --all tunes.toml
     """
+    if all_of is not None:
+        _refuse_beside_all(context)
+        _compress_all(all_of, progress, as_json)
+        return
+    if missing := [flag_of(name) for name in REQUIRED if options[name] is None]:
+        raise UsageError(
+            f"{' and '.join(missing)} missing: give {', '.join(map(flag_of, REQUIRED))}, or --all FILE.toml"
+        )
     if solver is not None:
         options["recipe"] = _recipe_of_solver(solver, context)
     config = config_of(**options, progress=progress)
@@ -172,6 +194,45 @@ def merge(
     print(
         f"{result.out}: {result.num_files} files of weights, {size_text(result.size_bytes)} in {result.dtype}"
     )
+
+
+def _refuse_beside_all(context: typer.Context) -> None:
+    """Refuse flags that the file of `--all` has in their place."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in BESIDE_ALL and source is not None and source.name != "DEFAULT":
+            flag = OTHER_FLAGS.get(name, flag_of(name))
+            raise UsageError(f"{flag} does nothing beside --all: give it in the file, or leave it away")
+
+
+def _compress_all(file: Path, progress: bool, as_json: bool) -> None:
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.batch import compress_all, read_batch
+
+    outcomes = compress_all(read_batch(file, progress))
+    if as_json:
+        _print_json([outcome.as_json() for outcome in outcomes])
+    else:
+        print_table(
+            ["NAME", "STATE", "SIZE", "SMALLER", "KL", "AGREEMENT", "WEIGHT ERROR", "SECONDS", "FILE"],
+            [_outcome_row(outcome) for outcome in outcomes],
+        )
+    if any(outcome.state == "failed" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _outcome_row(outcome: Outcome) -> list[str]:
+    size, full, fidelity = outcome.artifact_bytes, outcome.full_bytes, outcome.fidelity
+    held_out = fidelity.get("held_out", {})
+    figures = [
+        "-" if size is None else size_text(size),
+        "-" if not size or full is None else f"{full / size:.2f}x",
+        f"{held_out['kl']:.3g}" if held_out else "-",
+        f"{held_out['agreement']:.2%}" if held_out else "-",
+        f"{fidelity['weight_error']:.4f}" if "weight_error" in fidelity else "-",
+        f"{outcome.seconds:.1f}",
+    ]
+    return [outcome.name, outcome.state, *figures, "-" if size is None else str(outcome.out)]
 
 
 def _recipe_of_solver(solver: str, context: typer.Context) -> str:
@@ -274,6 +335,61 @@ def import_(
         print(f"weight error {error:.4f} of the difference's norm")
 
 
+@app.command("push-hub")
+@names_flags({})
+def push_hub(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The artifact, named NAME.safetensors.")],
+    repo: Annotated[str, typer.Argument(metavar="ORG/REPO", help="The model repository of the hub.")],
+    card: Annotated[
+        Path | None,
+        typer.Option(
+            "--card",
+            metavar="DIR",
+            help="Take the model card that `peraxis compress --report DIR` wrote; by default one is made of the "
+            "artifact alone, without continuations.",
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model",
+            metavar="ORG/REPO",
+            help="The base's id on the hub, for the card; by default the artifact's own, where that is one.",
+        ),
+    ] = None,
+    create: Annotated[
+        bool, typer.Option("--create", help="Make the repository if it is not there; it is private then.")
+    ] = False,
+    replace_card: Annotated[
+        bool, typer.Option("--replace-card", help="Replace a README.md in it that is no card of a delta.")
+    ] = False,
+    progress: Progress = True,
+    as_json: Json = False,
+) -> None:
+    """Upload a delta with its model card to a repository of the Hugging Face hub, in one commit.
+
+    Example: peraxis push-hub tuned.safetensors ORG/REPO --base-model ORG/BASE
+
+    The token is that of HF_TOKEN, or the one that `hf auth login` stored. A server takes the delta from there:
+    peraxis push hf://ORG/REPO --name NAME
+    """
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.hub import HubPush
+    from compressor.hub import push_hub as run
+
+    pushed = run(HubPush(file, repo, card, base_model, create, replace_card, progress))
+    if not pushed.has_card:
+        print(
+            f"note: {repo}: its README.md is no card of a delta and stays: --replace-card replaces it",
+            file=sys.stderr,
+        )
+    if as_json:
+        _print_json(pushed.as_json())
+        return
+    print(f"{pushed.url}  {size_text(pushed.size_bytes)}  sha256:{pushed.digest}")
+    print(f"publish it on a server: peraxis push hf://{repo}@{pushed.commit}:{file.name} --name NAME")
+
+
 @app.command("eval")
 @names_flags({})
 def evaluate(
@@ -303,6 +419,14 @@ def evaluate(
             help="Tasks of lm-evaluation-harness to run zero-shot; 'paper' runs the five of the paper.",
         ),
     ] = None,
+    rival: Annotated[
+        Literal["lora"] | None,
+        typer.Option(
+            "--rival",
+            help="Measure on the text, too, a LoRA with as many bytes, extracted from the weight differences by "
+            "truncated SVD.",
+        ),
+    ] = None,
     progress: Annotated[
         bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")
     ] = True,
@@ -314,7 +438,9 @@ def evaluate(
 
     KL(fine-tune || model) is in nats per token, agreement the share of tokens whose most likely next one is the same,
     both over the fine-tune's whole vocabulary. Where that is longer than the base's, the base is measured with the
-    fine-tune's added rows; in tasks it is itself. Paths in a task file count from the working directory.
+    fine-tune's added rows; in tasks it is itself. Paths in a task file count from the working directory. The rival
+    adapts every matrix that the delta codes, by one rank for all that fits the delta's bytes; bytes that are left give
+    some matrices one rank more. Tensors that the delta stores whole are the same in both. Tasks are not run with it.
     """
     names = () if tasks is None else tuple(tasks.split(","))
     if not all(names):
@@ -323,7 +449,7 @@ def evaluate(
     from compressor.evaluation import EvalConfig
     from compressor.evaluation import evaluate as run
 
-    result = run(EvalConfig(base, finetune, delta, text, samples, names, progress))
+    result = run(EvalConfig(base, finetune, delta, text, samples, names, progress, rival))
     if as_json:
         print(json.dumps(result.as_json(), indent=2))
         return
@@ -336,24 +462,34 @@ def _lines(result: Evaluation) -> Iterator[str]:
         "KL to fine-tune",
         "agreement",
         "perplexity",
+        "gain recovered",
         *(_title(result, task) for task in result.scores),
     ]
     rows = [
-        ["base", *_figures(result.base), *_task_figures(result, "base")],
+        ["base", *_figures(result.base, 0.0 if result.base.kl else None), *_task_figures(result, "base")],
         [
             "fine-tune",
             "0",
             "100.00%",
             f"{result.delta.perplexity_finetune:.4g}",
+            _share(1.0 if result.base.kl else None),
             *_task_figures(result, "finetune"),
         ],
-        ["delta", *_figures(result.delta), *_task_figures(result, "delta")],
+        ["delta", *_figures(result.delta, result.kept), *_task_figures(result, "delta")],
     ]
+    if (rival := result.rival) is not None:
+        rows.append(["LoRA", *_figures(rival.fidelity, rival.kept), *["-"] * len(result.scores)])
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     yield from (_aligned(row, widths) for row in (head, *rows))
     yield ""
     if result.kept is not None:
         yield f"the delta goes {100 * result.kept:.2f}% of the way from base to fine-tune, by KL"
+    if rival is not None:
+        yield (
+            f"the LoRA, by truncated SVD of {rival.num_adapted} matrices, has rank {rival.rank} "
+            f"({rival.rank + 1} in {rival.num_raised}): {size_text(rival.size_bytes)}, the delta "
+            f"{size_text(rival.artifact_bytes)}"
+        )
     yield f"{result.num_sequences} sequences of text, {result.delta.num_tokens} tokens"
     if result.foreign:
         more = f" and {len(result.foreign) - 1} more" if len(result.foreign) > 1 else ""
@@ -367,8 +503,13 @@ def _title(result: Evaluation, task: str) -> str:
     return f"{task} ({result.scores[task]['delta'].metric})"
 
 
-def _figures(fidelity: Fidelity) -> list[str]:
-    return [f"{fidelity.kl:.4g}", f"{100 * fidelity.agreement:.2f}%", f"{fidelity.perplexity:.4g}"]
+def _figures(fidelity: Fidelity, kept: float | None) -> list[str]:
+    figures = [f"{fidelity.kl:.4g}", f"{100 * fidelity.agreement:.2f}%", f"{fidelity.perplexity:.4g}"]
+    return [*figures, _share(kept)]
+
+
+def _share(kept: float | None) -> str:
+    return "-" if kept is None else f"{100 * kept:.2f}%"
 
 
 def _task_figures(result: Evaluation, model: str) -> list[str]:

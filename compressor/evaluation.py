@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from compressor.decoder.weights import DeltaModel, base_with_added_rows
 from compressor.fidelity import Fidelity, Predictions, compare
 from compressor.fit.calibration import batched, calibration_text
 from compressor.pairs import Pairs, pair_up
+from compressor.rival import Lora, lora_of
 from compressor.sources import checkpoint_directory
 from compressor.tasks import Score, Tasks
 from deltastore.checkpoint import Checkpoint
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 4096  # tokens of one forward
 SEED = 0x5EED  # of sampled text; not the default of `compress`, so the delta was not fitted to the same text
 MODELS = ("base", "finetune", "delta")
+RivalName = Literal["lora"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,36 @@ class EvalConfig:
     samples: int
     tasks: tuple[str, ...] = ()
     progress: bool = False
+    rival: RivalName | None = None  # measured on the text too, and not in tasks
+
+    def __post_init__(self) -> None:
+        if self.rival not in (None, *get_args(RivalName)):
+            raise UsageError(f"`rival` {self.rival!r}: give 'lora'")
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """The distance from the fine-tune of a LoRA that has no more bytes than the artifact."""
+
+    fidelity: Fidelity
+    rank: int  # of every matrix that has as many rows and columns
+    num_raised: int  # matrices with one rank more
+    num_adapted: int  # matrices in all
+    size_bytes: int
+    artifact_bytes: int
+    kept: float | None  # as `Evaluation.kept`
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": "lora",
+            **self.fidelity.as_json(),
+            "kept": _rounded(self.kept),
+            "rank": self.rank,
+            "num_raised": self.num_raised,
+            "num_adapted": self.num_adapted,
+            "size_bytes": self.size_bytes,
+            "artifact_bytes": self.artifact_bytes,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +93,34 @@ class Evaluation:
     num_sequences: int
     foreign: tuple[str, ...]  # tensors that the delta carries whole and that differ from the fine-tune's
     scores: Mapping[str, Mapping[str, Score]]  # by task, then by MODELS
+    rival: Rival | None = None  # where it was asked for
 
     @property
     def kept(self) -> float | None:
-        """``1 - KL(delta) / KL(base)``; None if base and fine-tune agree."""
-        return 1 - self.delta.kl / self.base.kl if self.base.kl else None
+        """The recovered gain, ``1 - KL(delta) / KL(base)``; None if base and fine-tune agree."""
+        return _kept(self.delta, self.base)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "base": self.base.as_json(),
             "delta": self.delta.as_json(),
-            "kept": None if self.kept is None else rounded(self.kept),
+            "kept": _rounded(self.kept),
             "num_sequences": self.num_sequences,
             "foreign": list(self.foreign),
             "tasks": {
                 task: {model: dict(score.metrics) for model, score in scores.items()}
                 for task, scores in self.scores.items()
             },
+            **({} if self.rival is None else {"rival": self.rival.as_json()}),
         }
+
+
+def _kept(model: Fidelity, base: Fidelity) -> float | None:
+    return 1 - model.kl / base.kl if base.kl else None
+
+
+def _rounded(kept: float | None) -> float | None:
+    return None if kept is None else rounded(kept)
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
@@ -108,12 +150,32 @@ def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
         variant = DeltaModel(base, artifact)
         _check_finetune(pairs, variant)
         tasks = Tasks.load(config.tasks) if config.tasks else None
+        lora = None if config.rival is None else lora_of(pairs, variant, _device(), config.progress)
         with _errors_of_text():
-            students = (base_with_added_rows(pairs), variant)
-            num_sequences, (of_base, of_delta) = _measure(finetune, students, config)
+            students = (base_with_added_rows(pairs), variant, *([] if lora is None else [lora.weights]))
+            num_sequences, (of_base, of_delta, *of_lora) = _measure(finetune, students, config)
         foreign = tuple(_foreign(pairs, artifact))
+        rival = None if lora is None else _rival(lora, artifact, of_lora[0], of_base)
+    # Its factors are as large as the delta, and tasks load whole models.
+    del lora, students
     scores = {} if tasks is None else _scores(tasks, directories, config)
-    return Evaluation(of_base, of_delta, num_sequences, foreign, scores)
+    return Evaluation(of_base, of_delta, num_sequences, foreign, scores, rival)
+
+
+def _rival(lora: Lora, artifact: Artifact, fidelity: Fidelity, base: Fidelity) -> Rival:
+    return Rival(
+        fidelity,
+        lora.ranks.rank,
+        len(lora.ranks.raised),
+        lora.num_matrices,
+        lora.size_bytes,
+        artifact.size_bytes,
+        _kept(fidelity, base),
+    )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _measure(
@@ -122,7 +184,7 @@ def _measure(
     """Return the number of sequences of text and the students' fidelity on them."""
     if config.text == "none":
         raise UsageError("`text` none: give a .txt or .jsonl file, a data set's name, or self")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device()
     teacher = Decoder(finetune, device, torch.float32)
     sequences = calibration_text(
         Calibration(config.text, config.samples, seed=SEED), teacher, base=students[0].path

@@ -24,7 +24,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from compressor.sources import HUB_ID
 from compressor.tasks import Example
-from compressor.writer import WrittenDelta
+from compressor.writer import DeltaFile, WrittenDelta
 from deltastore.console import size_text
 from deltastore.errors import StorageFull, UsageError
 from deltastore.format.artifact import Artifact
@@ -48,7 +48,7 @@ PART_NAMES = {
 GAUSSIAN_ERROR = sqrt(1 - 2 / pi)
 # Uploads a delta to a server on this machine.
 UPLOAD = "curl -X POST 'localhost:8000/variants?name=NAME' -H 'Content-Type: application/octet-stream'"
-# Jinja2 in Markdown; the arguments are those of `_model_card`.
+# Jinja2 in Markdown; the arguments are those of `model_card`.
 TEMPLATE = Path(__file__).with_suffix(".md")
 UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # Unicode categories of characters without a glyph
 JOINERS = "\u200c\u200d"  # needed by scripts and emoji
@@ -90,14 +90,14 @@ def _location(name: str) -> tuple[str, str]:
 class DeltaFacts:
     """A written delta and what was measured of it."""
 
-    written: WrittenDelta
+    written: DeltaFile
     finetune_id: str  # a hub id or a directory's name
     tensors: Sequence[TensorFacts]
     sizes: Mapping[str, int]  # bytes by `KINDS`, and `overhead` for header and padding
     examples: Sequence[Example]
 
     @classmethod
-    def of(cls, written: WrittenDelta, finetune_id: str, examples: Sequence[Example]) -> DeltaFacts:
+    def of(cls, written: DeltaFile, finetune_id: str, examples: Sequence[Example]) -> DeltaFacts:
         with Artifact.open(written.out) as artifact:
             by_name = {name: tensor_bytes(artifact, name) for name in written.manifest.tensors}
             sizes = {kind: sum(size.get(kind, 0) for size in by_name.values()) for kind in KINDS}
@@ -161,7 +161,7 @@ def write_card(directory: Path, facts: DeltaFacts) -> None:
         UsageError: as `check_card_directory`.
     """
     check_card_directory(directory)
-    content = str(_model_card(facts)).encode()
+    content = str(model_card(facts)).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory, prefix=".card.") as partial:
@@ -177,7 +177,8 @@ def write_card(directory: Path, facts: DeltaFacts) -> None:
         ) from error
 
 
-def _model_card(facts: DeltaFacts) -> ModelCard:
+def model_card(facts: DeltaFacts) -> ModelCard:
+    """Return a delta's card. The size of the fine-tune is in it where `facts` has it."""
     manifest = facts.written.manifest
     file, base = shlex.quote(visible(facts.written.out.name)), shlex.quote(visible(manifest.base_id))
     commands = f"{UPLOAD} --data-binary @{file}\nperaxis merge --base {base} --delta {file} --out DIR"
@@ -230,14 +231,17 @@ def _metadata(facts: DeltaFacts) -> ModelCardData:
 
 def _identity(facts: DeltaFacts) -> str:
     written, manifest = facts.written, facts.written.manifest
+    size, changed = size_text(written.artifact_bytes), f"{len(manifest.tensors)} changed"
+    if isinstance(written, WrittenDelta):
+        size += f", {written.ratio:.2f} times smaller than the fine-tune at 16 bits ({size_text(written.full_bytes)})"
+        changed += f", {written.num_unchanged} as in the base"
     rows = {
-        "Size": f"{size_text(written.artifact_bytes)}, {written.ratio:.2f} times smaller than the fine-tune at 16 bits "
-        f"({size_text(written.full_bytes)})",
+        "Size": size,
         "On the device": size_text(manifest.device_bytes),
         "Digest": code(f"sha256:{written.digest}"),
         "Base fingerprint": code(manifest.base_fingerprint),
         "Method": manifest.method,
-        "Tensors": f"{len(manifest.tensors)} changed, {written.num_unchanged} as in the base",
+        "Tensors": changed,
         "Output head": "tied to the input embedding" if manifest.tied else "not tied to the input embedding",
         "Files": ", ".join(map(code, manifest.files)) or "none: the base's tokenizer and generation config",
     }

@@ -82,8 +82,44 @@ class CompressResult(WrittenDelta):
         return {**WrittenDelta.as_json(self), **cost}
 
 
-def compress(config: CompressConfig) -> CompressResult:
+class OpenedBase:
+    """A base with all that does not depend on a fine-tune, each found when it is first needed: headers, fingerprint."""
+
+    def __init__(self, source: str) -> None:
+        """Find a base, a directory or a hub id.
+
+        Raises:
+            CheckpointError: no such directory or model.
+        """
+        self.source = source
+        self.directory = checkpoint_directory(source)
+        self._checkpoint: Checkpoint | None = None
+        self._identity: Base | None = None
+
+    def checkpoint(self) -> Checkpoint:
+        """Return the checkpoint, opened once. Raises as `Checkpoint.open` does."""
+        if self._checkpoint is None:
+            self._checkpoint = Checkpoint.open(self.directory)
+        return self._checkpoint
+
+    def identity(self, progress: bool) -> Base:
+        """Return the identity under the name that manifests show, the directory's or the hub id; hashed once.
+
+        Raises:
+            CheckpointError: a shard is missing, or transformers refuses the configuration.
+        """
+        if self._identity is None:
+            found = identify_base(self.checkpoint(), progress)
+            name = found.id if Path(self.source).is_dir() else self.source
+            self._identity = replace(found, id=name[:MAX_ID_CHARS])
+        return self._identity
+
+
+def compress(config: CompressConfig, opened: OpenedBase | None = None) -> CompressResult:
     """Make the artifact of `config`; the same inputs give the same bytes.
+
+    Args:
+        opened: the base of `config`, if another run has opened it.
 
     Raises:
         CheckpointError: a checkpoint that cannot be read, a pair that no delta can carry, or files that no server uses.
@@ -95,12 +131,12 @@ def compress(config: CompressConfig) -> CompressResult:
     """
     started = time.perf_counter()
     _check_outputs(config)
-    base_directory = checkpoint_directory(config.base)
-    with finetune_directory(config.finetune, base_directory) as directory:
-        pairs = _pairs(config, base_directory, directory)
+    base = OpenedBase(config.base) if opened is None else opened
+    with finetune_directory(config.finetune, base.directory) as directory:
+        pairs = _pairs(config, base, directory)
         # Every module that compressing needs is imported by now.
         memory = _peak_memory_bytes()
-        manifest, digest, test_text = _fit_and_write(config, pairs)
+        manifest, digest, test_text = _fit_and_write(config, base, pairs)
         result = CompressResult(
             out=config.out,
             digest=digest,
@@ -134,21 +170,23 @@ def plan(config: CompressConfig) -> Requirements:
         CheckpointError, UsageError: as `compress`.
     """
     check_file_name(config.out)
-    base_directory = checkpoint_directory(config.base)
-    with finetune_directory(config.finetune, base_directory) as directory:
-        pairs = _pairs(config, base_directory, directory)
+    base = OpenedBase(config.base)
+    with finetune_directory(config.finetune, base.directory) as directory:
+        pairs = _pairs(config, base, directory)
         files = own_files(pairs.base, pairs.finetune)
         return requirements_of(config, pairs, _coded_names(config, pairs), files)
 
 
-def _pairs(config: CompressConfig, base: Path, finetune: Path) -> Pairs:
-    """Pair the checkpoints in two directories; refuse swapped ones unless any base is wanted."""
+def _pairs(config: CompressConfig, base: OpenedBase, finetune: Path) -> Pairs:
+    """Pair the base and the checkpoint in a directory; refuse swapped ones unless any base is wanted."""
     if not config.any_base:
-        check_order(config.base, config.finetune, (base, checkpoint_directory(config.finetune)))
-    return pair_up(Checkpoint.open(base), Checkpoint.open(finetune))
+        check_order(config.base, config.finetune, (base.directory, checkpoint_directory(config.finetune)))
+    return pair_up(base.checkpoint(), Checkpoint.open(finetune))
 
 
-def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str, Sequence[Tensor]]:
+def _fit_and_write(
+    config: CompressConfig, opened: OpenedBase, pairs: Pairs
+) -> tuple[Manifest, str, Sequence[Tensor]]:
     """Return the manifest, the artifact's digest, and sequences ``[tokens]`` of text that nothing was fitted to."""
     files, coded = own_files(pairs.base, pairs.finetune), _coded_names(config, pairs)
     check_file_name(config.out)
@@ -158,7 +196,7 @@ def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str,
     check_towers(pairs.base, pairs.finetune)
     if not config.any_base:
         check_related(pairs)
-    base = _identify(pairs.base, config)
+    base = opened.identity(config.progress)
     if config.fit_settings is not None:
         # Before hours of fitting; the end of the command checks the same.
         check_files(files, pairs.base.path, _num_rows(pairs), str(config.finetune))
@@ -171,7 +209,7 @@ def _fit_and_write(config: CompressConfig, pairs: Pairs) -> tuple[Manifest, str,
         inputs = _inputs(base, pairs.finetune, config, config.fit_settings)
         with open_checkpoint_store(config.out, inputs, resume=config.resume) as store:
             fitted = _fit(config, config.fit_settings, pairs, coded, store)
-            _check_agreement(config, fitted)
+            check_agreement(config, fitted.fidelity.agreement)
             contents = _contents(config, base, pairs, files, fitted)
             manifest, digest = write_delta(contents, writer, progress=config.progress)
             check_written(path, str(config.out), pairs.base, base)
@@ -291,10 +329,18 @@ def settings_of(config: CompressConfig) -> dict[str, Any]:
     }
 
 
-def _check_agreement(config: CompressConfig, fitted: Fitted) -> None:
-    if config.min_agreement is not None and fitted.fidelity.agreement < config.min_agreement:
+def check_agreement(config: CompressConfig, agreement: float) -> None:
+    """Refuse a delta that agrees less with its fine-tune than `config` says.
+
+    Args:
+        agreement: the share of held-out tokens that come out the same.
+
+    Raises:
+        FidelityError: there are too few.
+    """
+    if config.min_agreement is not None and agreement < config.min_agreement:
         raise FidelityError(
-            f"{config.finetune}: the delta agrees with it on {fitted.fidelity.agreement:.2%} of held-out tokens, less "
+            f"{config.finetune}: the delta agrees with it on {agreement:.2%} of held-out tokens, less "
             f"than `min_agreement` {config.min_agreement:.2%}: give a larger `budget`, more `samples` or text nearer "
             "its use, or `resume=True` with a lower `min_agreement`"
         )
@@ -304,12 +350,6 @@ def _one_bit_plan(config: CompressConfig, pairs: Pairs) -> OneBitPlan:
     """Return the bytes of one bit per weight for every matrix of the pair."""
     shapes = {pair.name: pair.shape for pair in pairs.tensors}
     return one_bit_plan(shapes, pairs.stacks, embeddings=config.embeddings == "compress")
-
-
-def _identify(base: Checkpoint, config: CompressConfig) -> Base:
-    """Return the base's identity under the name that the manifest shows: the directory's, or the hub id."""
-    identity = identify_base(base, config.progress)
-    return replace(identity, id=(identity.id if Path(config.base).is_dir() else config.base)[:MAX_ID_CHARS])
 
 
 def _coded_names(config: CompressConfig, pairs: Pairs) -> frozenset[str]:

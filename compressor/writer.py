@@ -62,15 +62,21 @@ class DeltaContents:
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenDelta:
-    """An artifact on disk."""
+class DeltaFile:
+    """An artifact on disk, as the file alone tells."""
 
     out: Path
     digest: str  # SHA-256, 64 hex digits
     artifact_bytes: int
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenDelta(DeltaFile):
+    """An artifact on disk, and the fine-tune that it was made from."""
+
     full_bytes: int  # of the fine-tune at 16 bits
     num_unchanged: int  # tensors that the fine-tune shares with its base
-    manifest: Manifest
 
     @property
     def ratio(self) -> float:

@@ -53,6 +53,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "merge": CommandEntry("compressor.cli", MAKE, "Add a delta to its base and write a stock checkpoint."),
     "import": CommandEntry("compressor.cli", MAKE, "Make a delta from a file of BitDelta or of the paper."),
     "push": CommandEntry("client.push", PUBLISH, "Publish an artifact as the next version of a variant."),
+    "push-hub": CommandEntry("compressor.cli", PUBLISH, "Upload a delta to the Hugging Face hub."),
     "ls": CommandEntry("client.variants", PUBLISH, "List the registered variants."),
     "show": CommandEntry("client.variants", PUBLISH, "Show one variant and its versions."),
     "promote": CommandEntry("client.variants", PUBLISH, "Make a version the active one."),

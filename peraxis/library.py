@@ -13,7 +13,7 @@ from deltastore.errors import UsageError
 if TYPE_CHECKING:
     from compressor.config import RecipeName
     from compressor.convert.merge import DtypeName
-    from compressor.evaluation import Evaluation
+    from compressor.evaluation import Evaluation, RivalName
     from peraxis.artifact import Artifact
     from peraxis.attached import Attached
 
@@ -128,6 +128,7 @@ def evaluate(
     *,
     samples: int = 128,
     tasks: tuple[str, ...] = (),
+    rival: RivalName | None = None,
     progress: bool = False,
 ) -> Evaluation:
     """Measure how near an artifact is to its fine-tune on text and in tasks, beside how near the base is.
@@ -143,6 +144,7 @@ def evaluate(
         text: ``self``, a file of text or records, or a data set of the hub; text that the delta was not fitted to.
         samples: Number of sequences of text.
         tasks: Tasks of lm-evaluation-harness, or their .yaml files.
+        rival: ``lora`` measures a LoRA of as many bytes on the text, too: the result's `rival`.
         progress: Show progress on stderr or in the notebook.
 
     Raises:
@@ -153,7 +155,14 @@ def evaluate(
     import compressor
 
     return compressor.evaluate(
-        base, finetune, _file_of(delta), text=text, samples=samples, tasks=tasks, progress=progress
+        base,
+        finetune,
+        _file_of(delta),
+        text=text,
+        samples=samples,
+        tasks=tasks,
+        rival=rival,
+        progress=progress,
     )
 
 

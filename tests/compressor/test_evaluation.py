@@ -83,10 +83,11 @@ def test_people_get_a_table_of_three_models(evaluated: Evaluated, capsys: Captur
     assert run([*evaluated.args(), "--no-progress"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split()[1:] for line in lines[1:4]}
-    assert lines[0].split() == ["KL", "to", "fine-tune", "agreement", "perplexity"]
+    assert lines[0].split() == ["KL", "to", "fine-tune", "agreement", "perplexity", "gain", "recovered"]
     assert rows["delta"][0] == f"{result['delta']['kl']:.4g}"
     assert rows["base"][0] == f"{result['base']['kl']:.4g}"
-    assert rows["fine-tune"] == ["0", "100.00%", f"{result['delta']['perplexity_finetune']:.4g}"]
+    assert rows["fine-tune"] == ["0", "100.00%", f"{result['delta']['perplexity_finetune']:.4g}", "100.00%"]
+    assert [rows[name][-1] for name in ("base", "delta")] == ["0.00%", f"{100 * result['kept']:.2f}%"]
     assert lines[5:] == [
         f"the delta goes {100 * result['kept']:.2f}% of the way from base to fine-tune, by KL",
         f"4 sequences of text, {4 * LENGTH} tokens",

@@ -1,13 +1,18 @@
-"""A Hugging Face hub on loopback: the routes that huggingface_hub asks, and repositories that misbehave."""
+"""A Hugging Face hub on loopback: the routes that huggingface_hub asks, and repositories that misbehave.
+
+Uploads go the way of LFS: content by its digest first, then a commit that names it. Xet is not spoken.
+"""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,11 +28,22 @@ class Repository:
     Attributes:
         token: without which it is not shown; None shows it to all.
         status: of every reply, instead of 200.
+        writer: the token that may write to it; others are answered 403.
+        num_cuts: uploads of content that are cut off in the middle, before one is let through.
+        failing: status of a request by the last word of its route, such as `commit`.
     """
 
     commits: dict[str, dict[str, bytes]]
     token: str | None = None
     status: int | None = None
+    writer: str | None = None
+    num_cuts: int = 0
+    failing: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """Files of the newest commit."""
+        return self.commits[list(self.commits)[-1]]
 
 
 def commit(content: bytes, name: str = FILE) -> dict[str, dict[str, bytes]]:
@@ -48,6 +64,9 @@ class Hub:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str]] = []
         self.headers: list[dict[str, str]] = []
+        # Tokens that it knows; with none, tokens are not looked at.
+        self.known: set[str] = set()
+        self.content: dict[str, bytes] = {}
 
     def add(self, name: str, content: bytes, **behaviour: Any) -> Repository:
         """Add the repository `acme/NAME` with one file."""
@@ -92,6 +111,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        self._take(self._body())
+
+    def do_PUT(self) -> None:
+        self._take_content()
+
     def log_message(self, format: str, *args: object) -> None:
         pass
 
@@ -101,10 +126,14 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append((self.command, path))
         hub.headers.append(dict(self.headers))
         parts = path.strip("/").split("/")
-        if parts[:2] == ["api", "models"] and parts[4] == "tree":
+        if hub.known and self._token() not in (*hub.known, ""):
+            self._refuse_token()
+            return
+        if parts[:2] == ["api", "models"] and parts[4:5] == ["tree"]:
             self._tree(hub.repositories["/".join(parts[2:4])], unquote(parts[5]))
         elif parts[:2] == ["api", "models"]:
-            self._info(hub.repositories.get("/".join(parts[2:4])), unquote(parts[5]))
+            revision = unquote(parts[5]) if len(parts) > 4 else "main"
+            self._info(hub.repositories.get("/".join(parts[2:4])), revision)
         elif parts[2:3] == ["resolve"]:
             self._file(hub.repositories["/".join(parts[:2])], parts[3], unquote("/".join(parts[4:])))
         else:
@@ -141,7 +170,112 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"X-Repo-Commit": revision, "ETag": f'"{etag}"'}, content)
 
     def _shows(self, repository: Repository) -> bool:
-        return repository.token in (None, self.headers.get("Authorization", "").removeprefix("Bearer "))
+        return repository.token in (None, self._token())
+
+    def _token(self) -> str:
+        return self.headers.get("Authorization", "").removeprefix("Bearer ")
+
+    def _refuse_token(self) -> None:
+        self._send_json(401, {"error": "Invalid credentials"}, {
+            "X-Error-Message": "Invalid credentials in Authorization header"
+        })  # fmt: skip
+
+    def _body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _take(self, body: bytes) -> None:
+        """Answer the calls of an upload but those that carry content."""
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        path = urlsplit(self.path).path
+        hub.requests.append((self.command, path))
+        hub.headers.append(dict(self.headers))
+        parts = path.strip("/").removeprefix("api/models/").split("/")
+        if self._token() not in hub.known:
+            self._refuse_token()
+        elif path == "/api/validate-yaml":
+            self._send_json(200, {"warnings": [], "errors": []})
+        elif path == "/api/repos/create":
+            self._create(json.loads(body))
+        elif (repository := hub.repositories.get("/".join(parts[:2]).removesuffix(".git"))) is None:
+            self._send_json(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        elif parts[-1] in repository.failing or parts[2] in repository.failing:
+            status = repository.failing.get(parts[-1]) or repository.failing[parts[2]]
+            self._send_json(status, {"error": "it fails"}, {"Retry-After": "0"})
+        elif self._token() != repository.writer:
+            self._send_json(403, {"error": "Forbidden"}, {"X-Error-Message": "no write access"})
+        elif parts[2] == "preupload":
+            files = [
+                {"path": name, "uploadMode": "lfs" if name.endswith(".safetensors") else "regular",
+                 "shouldIgnore": False}
+                for name in (each["path"] for each in json.loads(body)["files"])
+            ]  # fmt: skip
+            self._send_json(200, {"files": files})
+        elif parts[2] == "commit":
+            self._commit(repository, "/".join(parts[:2]), body)
+        else:
+            self._send_json(200, {"transfer": "basic", "objects": self._objects(parts, json.loads(body))})
+
+    def _create(self, wanted: dict[str, Any]) -> None:
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        name = f"{wanted['organization']}/{wanted['name']}"
+        if name in hub.repositories:
+            self._send_json(409, {"error": "You already created this model repo", "url": f"{hub.url}/{name}"})
+            return
+        private = self._token() if wanted.get("visibility") == "private" or wanted.get("private") else None
+        hub.repositories[name] = Repository(
+            commit_of({".gitattributes": b""}), token=private, writer=self._token()
+        )
+        self._send_json(200, {"url": f"{hub.url}/{name}", "name": name})
+
+    def _objects(self, parts: list[str], wanted: dict[str, Any]) -> list[dict[str, Any]]:
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        repository = "/".join(parts[:2]).removesuffix(".git")
+        return [
+            each if each["oid"] in hub.content
+            else {**each, "actions": {"upload": {"href": f"{hub.url}/content/{repository}/{each['oid']}"}}}
+            for each in wanted["objects"]
+        ]  # fmt: skip
+
+    def _take_content(self) -> None:
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        hub.requests.append((self.command, self.path))
+        _, *name, oid = self.path.strip("/").split("/")
+        repository = hub.repositories["/".join(name)]
+        if repository.num_cuts:
+            repository.num_cuts -= 1
+            self.rfile.read(100)
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        body = self._body()
+        if hashlib.sha256(body).hexdigest() != oid:
+            self._send_json(400, {"error": "other content than its digest says"})
+            return
+        hub.content[oid] = body
+        self._send(200, {})
+
+    def _commit(self, repository: Repository, name: str, body: bytes) -> None:
+        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        files = dict(repository.files)
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = hub.content[value["oid"]]
+        repository.commits.update(commit_of(files))
+        oid = list(repository.commits)[-1]
+        self._send_json(200, {"commitUrl": f"{hub.url}/{name}/commit/{oid}", "commitOid": oid})
+
+    def _send_json(self, status: int, body: object, headers: dict[str, str] | None = None) -> None:
+        self._send(status, {"Content-Type": "application/json", **(headers or {})}, json.dumps(body).encode())
 
     def _send(self, status: int, headers: dict[str, str], body: bytes = b"") -> None:
         self.send_response(status)

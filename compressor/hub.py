@@ -16,9 +16,13 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 from huggingface_hub.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 
 from compressor.model_card import CARD, MARK, DeltaFacts, model_card
 from compressor.writer import DeltaFile
@@ -125,7 +129,7 @@ def _delta_and_card(push: HubPush) -> tuple[DeltaFile, ModelCard]:
     else:
         card = _written_card(push.card, delta)
     if push.base_model is not None:
-        card.data.base_model = push.base_model
+        card.data["base_model"] = push.base_model
     return delta, card
 
 

@@ -32,7 +32,7 @@ Captured = pytest.CaptureFixture[str]
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["alpha", "beta", "gamma"]
-FIT = {"samples": 12, "distill_epochs": 1}
+FIT: dict[str, Any] = {"samples": 12, "distill_epochs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def states(file: Path, capsys: Captured, code: int = 0) -> list[str]:
 
 
 def test_each_file_is_that_of_a_single_run(models: TinyModels, tmp_path: Path, capsys: Captured) -> None:
-    tables = {
+    tables: dict[str, dict[str, Any]] = {
         "alpha": {"method": "both", **FIT},
         "beta": {"calibration": "none", "method": "scalar", "embeddings": "whole"},
         "gamma": {
@@ -190,7 +190,7 @@ def test_a_bar_that_is_raised_later_fails_a_finished_delta(
 ) -> None:
     one = TinyModels(models.base, models.finetunes[:1])
     assert states(batch_file(tmp_path, one, **FIT), capsys) == ["made"]
-    file = batch_file(tmp_path, one, **FIT, **{"min-agreement": 1.0})
+    file = batch_file(tmp_path, one, **FIT, **dict[str, Any]({"min-agreement": 1.0}))
     (entry,) = result_of(file, capsys, code=1).values()
     assert entry["state"] == "failed"
     assert "less than `min_agreement` 100.00%" in entry["error"]

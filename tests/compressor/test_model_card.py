@@ -9,6 +9,7 @@ import pytest
 
 from compressor.model_card import DeltaFacts, TensorFacts, visible
 from compressor.tasks import Example
+from compressor.writer import WrittenDelta
 from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import TensorSpec
 from tests.compressor.helpers.compressing import compressed, enriched
@@ -57,6 +58,7 @@ def test_the_sizes_add_up_to_the_file(tiny: tuple[DeltaFacts, RenderedCard]) -> 
 def test_the_ratio_is_to_the_finetune_at_16_bits(tiny: tuple[DeltaFacts, RenderedCard]) -> None:
     facts, card = tiny
     weights = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 92 + 2 * 64) + 2 * 262 * 64 + 64
+    assert isinstance(facts.written, WrittenDelta)
     assert facts.written.full_bytes == 2 * weights
     assert f"{2 * weights / facts.written.artifact_bytes:.2f} times smaller" in card.text
 

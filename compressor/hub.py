@@ -16,13 +16,13 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import (  # type: ignore[attr-defined]
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from huggingface_hub.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
+from huggingface_hub.utils.tqdm import (
+    are_progress_bars_disabled,
     disable_progress_bars,
     enable_progress_bars,
-    validate_repo_id,
 )
-from huggingface_hub.utils.logging import get_verbosity, set_verbosity, set_verbosity_error
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled
 
 from compressor.model_card import CARD, MARK, DeltaFacts, model_card
 from compressor.writer import DeltaFile
@@ -129,8 +129,7 @@ def _delta_and_card(push: HubPush) -> tuple[DeltaFile, ModelCard]:
     else:
         card = _written_card(push.card, delta)
     if push.base_model is not None:
-        fields: Any = card.data
-        fields.base_model = push.base_model
+        card.data["base_model"] = push.base_model
     return delta, card
 
 

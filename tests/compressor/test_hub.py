@@ -72,9 +72,8 @@ def test_the_artifact_and_its_card_arrive_in_one_commit(delta: Path, hub: Hub, c
     assert repository.files[NAME] == delta.read_bytes()
     assert repository.files[".gitattributes"] == b"x"
     card = ModelCard(repository.files["README.md"].decode())
-    fields: Any = card.data
-    assert (fields.library_name, fields.base_model) == ("peraxis", "acme/base")
-    assert fields.tags == ["peraxis", "delta", "1-bit"]
+    assert (card.data.get("library_name"), card.data.get("base_model")) == ("peraxis", "acme/base")
+    assert card.data.get("tags") == ["peraxis", "delta", "1-bit"]
     digest = hashlib.sha256(delta.read_bytes()).hexdigest()
     assert digest in card.text
     commit = list(repository.commits)[-1]
@@ -108,8 +107,7 @@ def test_the_card_that_compress_wrote_can_be_taken(delta: Path, hub: Hub, capsys
     push(delta, "acme/own", capsys, "--card", str(delta.parent / "card"), "--base-model", "acme/base")
     card = ModelCard(hub.repositories["acme/own"].files["README.md"].decode())
     assert "times smaller" in card.text
-    fields: Any = card.data
-    assert fields.base_model == "acme/base"
+    assert card.data.get("base_model") == "acme/base"
     assert card.text.strip() == ModelCard.load(delta.parent / "card" / "README.md").text.strip()
 
 

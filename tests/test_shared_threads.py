@@ -82,6 +82,7 @@ def test_no_function_keeps_results_without_a_bound_for_what_tenants_send() -> No
         "api/openapi.py: _content(asset: str)",
         "kernels/__init__.py: _implementation(device_type: str)",
         "kernels/onebit_cpu.py: _packed_ends(*ends: int)",
+        "kernels/onebit_cuda.py: _blocks(ends: tuple[int, ...], size: int, device: torch.device)",
         "model/attention.py: _single_token_kernel(device_type: str)",
         "protocol/control.py: _signature(method: str)",
     }

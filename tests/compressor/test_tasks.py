@@ -112,7 +112,7 @@ def test_each_task_has_its_column(
     assert head.split()[-4:] == ["first", "(acc)", "second", "(acc)"]
     for line, directory in ((base, evaluated.models.base), (finetune, evaluated.models.finetunes[0])):
         assert line.split()[-2:] == [f"{accuracy(directory):.4f}"] * 2
-    assert len(delta.split()) == 6
+    assert len(delta.split()) == 7
 
 
 def test_a_task_is_zero_shot_whatever_its_file_says(offline: None, tmp_path: Path) -> None:

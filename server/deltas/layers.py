@@ -216,7 +216,7 @@ def check_tensors(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
 def attach(model: PreTrainedModel, base: Base) -> BatchContext:
     """Hook every module that owns parameters, and return the context that tells them the deltas of a step."""
     context = BatchContext()
-    hook_modules(context, base, model.named_modules(), model.get_output_embeddings())
+    hook_modules(context, base, model.named_modules(), model.get_output_embeddings(), NormDelta)
     return context
 
 
@@ -225,7 +225,7 @@ def hook_modules(
     base: Base,
     modules: Iterable[tuple[str, nn.Module]],
     head: Any,
-    norm: Callable[[nn.Module, str, BatchContext], object] = NormDelta,
+    norm: Callable[[nn.Module, str, BatchContext], object],
 ) -> None:
     """Hook those of some modules that own parameters, and note the hooks in the context.
 

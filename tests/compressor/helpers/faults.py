@@ -38,6 +38,10 @@ class Form:
     # Called when everything else is written.
     at_end: list[Callable[[Path], object]] = field(default_factory=list)
 
+    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
+        # Hypothesis prints the arguments of each example where another test has turned its observations on.
+        printer.text(f"<Form of {len(self.tensors)} tensors>")
+
     @classmethod
     def read(cls, directory: Path) -> Form:
         """Read what `save_pretrained` wrote."""

@@ -216,7 +216,6 @@ def compress_all(batch: Batch) -> list[Outcome]:
     base = OpenedBase(batch.base)
     base.checkpoint()
     record = Record.read(batch.out)
-    record.forget_fetched()
     base_files = _digest(base.directory, lambda name: not name.endswith(WEIGHTS))
     outcomes = []
     for entry in batch.entries:
@@ -227,8 +226,6 @@ def compress_all(batch: Batch) -> list[Outcome]:
             line = " ".join(str(error).split())
             print(f"{entry.name}: {line}", file=sys.stderr)
             outcome = Outcome(entry.name, entry.config.out, "failed", 0.0, error=line)
-        finally:
-            record.forget_fetched()
         outcomes.append(replace(outcome, seconds=time.perf_counter() - started))
     return outcomes
 
@@ -241,8 +238,12 @@ def _compressed(entry: Entry, base: OpenedBase, base_files: str, record: Record)
         return kept
     if found is not None and found.missing_bytes:
         record.note_fetched(found)
-    with _errors_of_resume():
-        result = compress(config, base)
+    try:
+        with _errors_of_resume():
+            result = compress(config, base)
+    finally:
+        # Behind a kill, what the run before had fetched is used first.
+        record.forget_fetched()
     record.note(entry.name, inputs, result)
     return Outcome(
         entry.name,
@@ -368,7 +369,7 @@ class Record:
         """Remove the models that this command downloaded from huggingface_hub's cache. Raises StorageFull."""
         if not self._fetched:
             return
-        cached = huggingface_hub.scan_cache_dir()
+        cached = huggingface_hub.scan_cache_dir(huggingface_hub.constants.HF_HUB_CACHE)
         cached.delete_revisions(*_commits(cached.repos, self._fetched)).execute()
         self._fetched.clear()
         self._write()

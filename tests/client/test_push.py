@@ -34,7 +34,7 @@ from tests.client.helpers.scripted_server import (
     stop,
 )
 from tests.client.helpers.terminal import on_terminal
-from tests.helpers.hub import FILE, Hub, commit, commit_of, running_hub
+from tests.helpers.hub import FILE, Hub, asked_hub, commit, commit_of
 from tests.server.helpers.live_server import ARTIFACT_PREFIX, Artifacts, LiveServer
 
 Output = pytest.CaptureFixture[str]
@@ -402,12 +402,8 @@ def test_the_public_port_of_a_server_with_an_admin_port_is_told_from_one_without
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with running_hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        yield running
+    with asked_hub(monkeypatch, tmp_path / "hub") as hub:
+        yield hub
 
 
 @pytest.mark.parametrize("reference", ["", "@main", f":{FILE}", f"@main:{FILE}"])

@@ -18,14 +18,15 @@ import pytest
 import compressor.batch
 import compressor.pipeline
 import compressor.resume
-from compressor.config import config_of
-from compressor.pipeline import compress
+from compressor.batch import compress_all, read_batch
+from compressor.config import CompressConfig, config_of
+from compressor.pipeline import OpenedBase, compress
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.console import identify_base
 from peraxis.cli import run
 from tests.compressor.helpers.compressing import rewrite
-from tests.helpers.hub import Hub, running_hub
+from tests.helpers.hub import Hub, asked_hub
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair, make_tokenizer
 
 Captured = pytest.CaptureFixture[str]
@@ -286,12 +287,8 @@ def test_progress_of_other_settings_is_neither_used_nor_lost(
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with running_hub() as running:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", running.url)
-        template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        yield running
+    with asked_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 def weights_in(cache: Path) -> list[str]:
@@ -322,6 +319,34 @@ def test_one_checkpoint_of_a_hub_is_on_disk_at_a_time(
     assert states(file, capsys) == ["kept"] * 3
     asked = hub.requests[fetched:]
     assert not [path for way, path in asked if way == "GET" and path.endswith("model.safetensors")]
+
+
+def test_what_a_killed_run_fetched_is_used_and_removed_by_the_next(
+    models: TinyModels, hub: Hub, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [hub.add_directory(name, finetune) for name, finetune in zip(NAMES, models.finetunes, strict=True)]
+    file = batch_file(tmp_path, TinyModels(models.base, [Path(each) for each in ids]), calibration="none")
+
+    def killed(config: CompressConfig, base: OpenedBase) -> Any:
+        if config.finetune == ids[1]:
+            huggingface_hub.snapshot_download(config.finetune)
+            raise KeyboardInterrupt
+        return compress(config, base)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compressor.batch, "compress", killed)
+        # A killed run does nothing at its end.
+        patched.setattr(compressor.batch.Record, "forget_fetched", lambda self: None)
+        with pytest.raises(KeyboardInterrupt):
+            compress_all(read_batch(file))
+    assert "models--acme--beta" in weights_in(tmp_path / "cache")
+    fetched = len(hub.requests)
+    assert states(file, capsys) == ["kept", "made", "made"]
+    asked = hub.requests[fetched:]
+    assert not [
+        path for way, path in asked if way == "GET" and "beta" in path and path.endswith("model.safetensors")
+    ]
+    assert weights_in(tmp_path / "cache") == []
 
 
 BAD: list[tuple[Callable[[str], str], str]] = [

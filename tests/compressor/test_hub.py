@@ -15,7 +15,7 @@ from client.publishing import fetched_from_hub
 from compressor.config import CompressConfig
 from compressor.pipeline import compress
 from peraxis.cli import run
-from tests.helpers.hub import Hub, Repository, commit_of, running_hub
+from tests.helpers.hub import Hub, Repository, asked_hub, commit_of
 from tests.helpers.tiny_models import make_pair
 
 Captured = pytest.CaptureFixture[str]
@@ -39,11 +39,7 @@ def delta(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with running_hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with asked_hub(monkeypatch, tmp_path / "cache") as running:
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         # Pauses between attempts of huggingface_hub.

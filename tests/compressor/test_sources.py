@@ -10,18 +10,14 @@ from huggingface_hub import constants
 
 from compressor.sources import checkpoint_directory, find_on_hub
 from deltastore.errors import CheckpointError
-from tests.helpers.hub import Hub, running_hub
+from tests.helpers.hub import Hub, asked_hub
 from tests.helpers.tiny_models import make_pair
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with running_hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        yield running
+    with asked_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 @pytest.fixture

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 FILE = "delta.safetensors"
 
 
@@ -99,6 +102,17 @@ def running_hub() -> Iterator[Hub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def asked_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Hub]:
+    """Run a hub that huggingface_hub asks in this process, and give it a cache."""
+    with running_hub() as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        yield hub
 
 
 class _Handler(BaseHTTPRequestHandler):

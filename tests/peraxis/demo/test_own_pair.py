@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import peft
 import pytest
 import torch
-from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from compressor.sources import load_tokenizer
@@ -23,7 +22,7 @@ from peraxis.cli import run
 from peraxis.demo import own_pair
 from peraxis.demo.own_pair import OwnPair, try_pair, variant_name
 from tests.compressor.helpers.compressing import rewrite_config
-from tests.helpers.hub import Hub, running_hub
+from tests.helpers.hub import Hub, asked_hub
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair
 from tests.server.helpers.live_server import clean_environment
 
@@ -37,12 +36,8 @@ def models(tmp_path: Path) -> TinyModels:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with running_hub() as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.url)
-        template = f"{running.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        yield running
+    with asked_hub(monkeypatch, tmp_path / "cache") as hub:
+        yield hub
 
 
 def pair(base: object, finetune: object, work: Path) -> OwnPair:

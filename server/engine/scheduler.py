@@ -131,8 +131,8 @@ class Scheduler:
         self._running: dict[int, Sequence] = {}  # by arrival
         # Tenants that are passed over, until when.
         self._passed_over: deque[tuple[float, TenantQueue]] = deque()
-        # Tokens that may be recomputed because of pages; none while it is negative. Apart from the budget of slots and
-        # rows, so that two tenants with long contexts, of which one preempts the other, keep nobody from those.
+        # Tokens that may be recomputed because of pages; none while it is negative. It is not the budget of slots and
+        # rows: tenants with long contexts that preempt each other would leave nothing of that one to others.
         self._page_budget = 0.0
         # Until when, and from when on again, nothing begins before a sequence that waits for pages.
         self._room_until = self._next_room_at = -math.inf

@@ -130,6 +130,6 @@ def test_calls_to_load_take_no_slot_that_a_tenant_with_few_has_just_used(
         use(load("many", number))
         assert harness.residency.is_resident(one)
         assert harness.residency.is_resident(other)
-    # What has not been used for long goes first, whoever has it.
+    # The slot that was used longest ago is taken first, whichever tenant it belongs to.
     load("many", 9, 2 * KEPT_S)
     assert not harness.residency.is_resident(one)

@@ -20,6 +20,7 @@ import huggingface_hub
 from huggingface_hub.errors import DryRunError
 from huggingface_hub.utils.tqdm import tqdm
 
+from compressor.names import listed, warn
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import ArtifactError, CheckpointError, UsageError, failures_as, shown
 from deltastore.format.files import (
@@ -166,7 +167,11 @@ def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
         UsageError: a tokenizer that is converted by a package which is not installed.
     """
     files, own = {}, tokenizer_files(finetune)
-    tokenizer = usable_tokenizer(finetune.path, base.path)
+    if own and not (_has_vocabulary(finetune.path) or _has_vocabulary(base.path)):
+        warn(f"{finetune.path}: left out {listed([*own])}: neither it nor the base has a vocabulary to read them with")
+        tokenizer = {}
+    else:
+        tokenizer = usable_tokenizer(finetune.path, base.path)
     if tokenizer and tokenizer != tokenizer_files(base):
         tokenizer = own if own and all(map(is_template, own)) else tokenizer
         _check_tokenizer(finetune.path, tokenizer)
@@ -212,6 +217,12 @@ def _order(name: str) -> tuple[int, str]:
 def _foreign_vocabularies(directory: Path) -> list[str]:
     """Return the names of vocabularies that no artifact carries."""
     return sorted(path.name for pattern in FOREIGN_VOCABULARIES for path in directory.glob(pattern))
+
+
+def _has_vocabulary(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in (TOKENIZER_FILE, *VOCABULARIES)) or bool(
+        _foreign_vocabularies(directory)
+    )
 
 
 def _is_same_file(one: Path, other: Path) -> bool:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -21,6 +22,7 @@ from tests.server.scale.helpers.fake_engines import (
     NUM_SLOTS,
     Handle,
     generating,
+    is_reported,
     num_known,
     states,
     where,
@@ -40,7 +42,11 @@ def engines(serve_port: int) -> Iterator[Handle]:
 
 def test_each_variant_returns_to_its_replica_and_both_are_used(engines: Handle) -> None:
     digests = [f"{number:064x}" for number in range(2 * NUM_SLOTS - 2)]
-    places = {digest: where(engines, digest) for digest in digests}
+    places = {}
+    for digest in digests:
+        places[digest] = where(engines, digest)
+        # A variant on its way counts as held for two seconds, and reports can take longer on a busy machine.
+        until(partial(is_reported, engines, digest))
     for _ in range(4):
         assert {digest: where(engines, digest) for digest in digests} == places
     found = states(engines)

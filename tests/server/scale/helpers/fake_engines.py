@@ -124,6 +124,12 @@ def num_known(handle: Handle) -> int:
     return len(ROUTERS[-1].ranked(None))
 
 
+def is_reported(handle: Handle, version: str) -> bool:
+    """Return whether a report that names a version has reached the newest router."""
+    where(handle, None)
+    return any(version in stats["resident"] for stats in ROUTERS[-1].reports.values())
+
+
 def where(handle: Handle, version: str | None) -> str:
     """Send one call to its end and return the replica that answered."""
     *_, name = generating(handle, version)

@@ -168,7 +168,9 @@ def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
     """
     files, own = {}, tokenizer_files(finetune)
     if own and not (_has_vocabulary(finetune.path) or _has_vocabulary(base.path)):
-        warn(f"{finetune.path}: left out {listed([*own])}: neither it nor the base has a vocabulary to read them with")
+        warn(
+            f"{finetune.path}: left out {listed([*own])}: neither it nor the base has a vocabulary to read them with"
+        )
         tokenizer = {}
     else:
         tokenizer = usable_tokenizer(finetune.path, base.path)

@@ -115,6 +115,8 @@ def write_index(directory: Path, shards: Sequence[CheckpointShard]) -> None:
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
+# Keys of a configuration for packed weights, which merged ones are not, and for the machine that a model was loaded on.
+LOADING = ("quantization_config", "attn_implementation", "_attn_implementation")
 BLOCK_NUMEL = 1 << 22  # large enough that the kernel's threads are worth starting
 DtypeName = Literal["bfloat16", "float16", "float32"]
 DTYPES: Mapping[str, DtypeName] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -292,7 +294,7 @@ class _MergedModel:
         return generation if usable == facts else json.dumps(usable, indent=2).encode() + b"\n"
 
     def _config(self) -> dict[str, Any]:
-        config = self.model.stored_config
+        config = _without_loading(self.model.stored_config)
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         # The key of older versions of transformers.
         if "torch_dtype" in config:
@@ -303,6 +305,15 @@ class _MergedModel:
         source = self.model.source(name)
         dtype = DTYPE_NAME[self.dtype] if source.dtype in FLOATS else source.dtype
         return OutputTensor(self._stored_name(name), dtype, self.model.shape(name))
+
+
+def _without_loading(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the keys of `LOADING`, nested ones included."""
+    return {
+        key: _without_loading(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if key not in LOADING
+    }
 
 
 def _own_dtype(base: Checkpoint) -> DtypeName:

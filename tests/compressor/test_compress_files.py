@@ -61,6 +61,18 @@ def test_a_fine_tune_without_a_tokenizer_uses_the_bases(models: TinyModels, tmp_
     assert carried(models, tmp_path / "delta") == {}
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "special_tokens_map.json", "added_tokens.json"])
+def test_files_that_no_vocabulary_reads_are_left_out(
+    name: str, models: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for directory in (models.base, models.finetunes[0]):
+        (directory / "tokenizer.json").unlink()
+        (directory / "tokenizer_config.json").unlink()
+    (models.finetunes[0] / name).write_text("{}")
+    assert carried(models, tmp_path / "delta") == {}
+    assert f"left out {name}: neither it nor the base has a vocabulary" in capsys.readouterr().err
+
+
 def test_another_generation_config_is_carried_as_it_is(tmp_path: Path) -> None:
     models = make_pair(
         "llama", tmp_path, changes=(Change(generation={"temperature": 0.5, "do_sample": True}),)

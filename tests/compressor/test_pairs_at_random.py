@@ -255,6 +255,9 @@ def tokenizer_facts(directory: Path, base: Path) -> Any:
                 chat = None if template is None else tokenizer.apply_chat_template(CHAT, tokenize=False)
         except CheckpointError:
             return None
+        # transformers makes a tokenizer of nothing where it finds no vocabulary.
+        if not ids[0]:
+            return None
         return ids, tokenizer.special_tokens_map, template, chat
 
 

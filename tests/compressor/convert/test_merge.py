@@ -263,6 +263,23 @@ def test_a_vocabulary_padded_to_a_multiple_of_64_goes_all_the_way(tmp_path: Path
     assert torch.equal(checkpoint.read(EMBEDDING)[VOCAB_SIZE:], added)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        {"_attn_implementation": "flash_attention_2"},
+        {"attn_implementation": "flash_attention_3", "quantization_config": {"quant_method": "awq"}},
+    ],
+)
+def test_how_a_base_was_packed_and_loaded_stays_with_the_base(own: dict[str, Any], tmp_path: Path) -> None:
+    models = make_pair("llama", tmp_path)
+    path = models.base / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    checkpoint = merged(models, tmp_path)
+    assert own.keys().isdisjoint(json.loads((checkpoint.path / "config.json").read_text()))
+    AutoModelForCausalLM.from_pretrained(checkpoint.path)
+
+
 @pytest.mark.parametrize("content", [b"5", b"[]", b"{", b"\xff"])
 def test_a_generation_config_that_is_none_is_refused(
     content: bytes, config: MergeConfig, tmp_path: Path

@@ -420,7 +420,7 @@ NAMES = (
     _value("empty rows", "layers.1.mlp", lambda tensor: tensor[:0]),
     _value("scalar", "norm", lambda tensor: tensor.flatten()[0].clone()),
     _value("flat", "layers.0.mlp", lambda tensor: tensor.flatten()),
-    _value("transposed", "layers.0.mlp", lambda tensor: tensor.T.contiguous()),
+    _value("transposed", "layers.0.mlp", lambda tensor: tensor.permute(*reversed(range(tensor.ndim))).contiguous()),
     _value("stacked", "layers.0.mlp", lambda tensor: tensor[None]),
     _value("stacked", "norm", lambda tensor: tensor[None]),
     _value("NaN", "layers.0.mlp", lambda tensor: tensor.clone().fill_(float("nan"))),

@@ -63,6 +63,7 @@ class Sizes:
     num_copies: int = 128  # `n` of a request
     num_held: int = 320  # versions of one variant, each for one request that goes on
     held_tokens: int = 1000  # of each sequence of such a request
+    kept_tokens: int = 400  # of a sequence that holds pages of the KV cache
     num_batch: int = 64  # connections that fill the batch
     long_prompt: int = 1500  # tokens
     num_new: int = 32
@@ -74,7 +75,7 @@ class Sizes:
 SMALL_SIZES = Sizes(
     prompt_chars=1 << 16, num_patterns=20, body_bytes=1 << 18, num_versions=5, report_bytes=1 << 10, num_reports=3,
     num_public=5, num_cold=2, tokenizer_bytes=1 << 16, num_connections=16, num_copies=4, num_held=16,
-    held_tokens=4, num_batch=8, long_prompt=16, num_new=4, num_prompts=8, num_names=5000,
+    held_tokens=4, kept_tokens=4, num_batch=8, long_prompt=16, num_new=4, num_prompts=8, num_names=5000,
     num_ruled=2,
 )  # fmt: skip
 
@@ -173,6 +174,15 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             lambda n: post(f"/generate?variant=held@{n % sizes.num_held + 1}", held),
             many,
             control=ONE_QUEUE,
+        ),
+        # Each takes a fourteenth of the KV cache at 1.1B for as long as it decodes, and most of them wait for pages.
+        Attack(
+            "full-kv-cache",
+            lambda n: post(
+                plain, {"prompt": f"x{n % 1000} {long_prompt}", "max_new_tokens": sizes.kept_tokens}
+            ),
+            sizes.num_batch,
+            control=LONG_BATCH,
         ),
         Attack(
             "pipelining",

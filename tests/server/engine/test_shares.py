@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -152,6 +154,39 @@ def test_sequences_of_one_prompt_take_no_memory_before_they_have_a_row(tenants: 
         await wait_for_open(admin, 0)
 
     run(tenants, talk, "many")
+
+
+def test_requests_that_fill_the_kv_cache_keep_no_other_tenant_waiting(tmp_path: Path) -> None:
+    """One answers for minutes, and one of another tenant waits for more pages than that leaves."""
+    num_tokens = 1 << 13
+    base = make_pair("llama", tmp_path, changes=(), **{**SIZES, "max_position_embeddings": num_tokens}).base
+    config = json.loads((base / "config.json").read_text())
+    token_bytes = 2 * 4 * config["head_dim"] * config["num_key_value_heads"] * config["num_hidden_layers"]
+    cache_gb = (num_tokens + 64) * token_bytes / 1e9
+
+    def body(num_prompt: int, max_tokens: int) -> dict[str, Any]:
+        return {"model": "base", "prompt": [5] * num_prompt, "max_tokens": max_tokens, "ignore_eos": True}
+
+    async def talk(
+        long: httpx.AsyncClient, large: httpx.AsyncClient, good: httpx.AsyncClient, admin: httpx.AsyncClient
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            call = {**body(100, num_tokens - 100), "stream": True}
+            reply = await stack.enter_async_context(long.stream("POST", "/v1/completions", json=call))
+            parts = reply.aiter_bytes()
+            await anext(parts)
+            waiting = asyncio.create_task(large.post("/v1/completions", json=body(num_tokens - 8, 8)))
+            await wait_for_open(admin, 2)
+            answer = await good.post("/v1/completions", json=body(20, 4))
+            assert answer.status_code == 200, answer.text
+            # The last answer may still be counted.
+            assert await num_open(admin) >= 2
+            waiting.cancel()
+
+    with live_server(
+        base, tmp_path / "registry", "--auth", "keys", "--backend", "native", "--kv-cache-gb", cache_gb
+    ) as server:
+        run(Tenants(server), talk, "long", "large", "good")
 
 
 def run(tenants: Tenants, talk: Callable[..., Awaitable[None]], *names: str) -> None:

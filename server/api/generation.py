@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -539,7 +540,8 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
     """
     outputs = submission.outputs
     num_sequences = len(submission.requests) * submission.sampling_params.n
-    sequences = [WholeSequence() for _ in range(num_sequences)]
+    # Made with their first outputs, because those of a request can wait for minutes.
+    sequences: defaultdict[int, WholeSequence] = defaultdict(WholeSequence)
     num_logprobs = num_held = num_tokens = num_chars = 0
     while taken := await outputs.take():
         for output in taken:
@@ -563,7 +565,7 @@ async def _gather(submission: Submission, hold: Callable[[int], None]) -> list[W
         num_bytes = num_logprobs * LOGPROB_BYTES + num_tokens * TOKEN_BYTES + num_chars * CHARACTER_BYTES
         hold(num_bytes - num_held)
         num_held = num_bytes
-    return sequences
+    return [sequences[index] for index in range(num_sequences)]
 
 
 async def _made(

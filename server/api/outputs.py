@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -419,12 +420,9 @@ class TextOutputs:
         self._n = params.n
         self._stop_token_ids = params.stop_token_ids
         self._num_open = len(requests)
-        detokenizers = (
-            IncrementalDetokenizer(params, request.prompt_ids, shows_prompt_ends, marks)
-            for request in requests
-            for _ in range(params.n)
-        )
-        self._sequences = dict(enumerate(map(_Sequence, detokenizers)))
+        self._shown = shows_prompt_ends, marks
+        # Those that have begun, because the others of a request can wait for minutes; None once the end was sent.
+        self._sequences: dict[int, _Sequence | None] = {}
 
     async def take(self) -> list[TextToken | SequenceEnd]:
         """Return what has come since the last call, at least one output; nothing when all requests are done.
@@ -450,7 +448,7 @@ class TextOutputs:
                 self.prompts[number] = await self._prompt(number, event)
             elif isinstance(event, TokenEvent | FinishEvent):
                 index = number * self._n + event.index
-                sequence = self._sequences.get(index)
+                sequence = self._sequence(index)
                 if sequence is None:
                     continue
                 changed[index] = sequence
@@ -478,6 +476,13 @@ class TextOutputs:
             for (index, sequence), decoded in zip(changed.items(), new, strict=True)
             for output in self._outputs(index, sequence, decoded, texts, first)
         ]
+
+    def _sequence(self, index: int) -> _Sequence | None:
+        """Return a sequence, made with its first event; None if its end was sent."""
+        if index not in self._sequences:
+            prompt_ids = self._requests[index // self._n].prompt_ids
+            self._sequences[index] = _Sequence(IncrementalDetokenizer(self._params, prompt_ids, *self._shown))
+        return self._sequences[index]
 
     def _new_tokens(self, sequence: _Sequence) -> NewTokens:
         ids = [token.token_id for token in sequence.tokens]
@@ -539,11 +544,12 @@ class TextOutputs:
             yield SequenceEnd(index, sequence.reason, visible.tail)
         else:
             return
-        del self._sequences[index]
+        self._sequences[index] = None
 
     def _end_early(self, index: int) -> None:
         """End a sequence whose further text is not shown."""
-        if self._sequences.pop(index, None) is not None:
+        if self._sequences[index] is not None:
+            self._sequences[index] = None
             self._events.stop_sequence(*divmod(index, self._n))
 
 
@@ -609,14 +615,14 @@ class AnswerOutputs(TextOutputs):
         self._form = form
         self._requested = requested
         self._as_it_comes = as_it_comes or requested.is_single
-        indices = range(requests[0].sampling_params.n * len(requests))
-        types = ArgumentTypes(requested.tools)
-        self._parsers = {index: AnswerParser(form, requested, types) for index in indices}
-        self._texts = {index: _TemplateText() for index in indices}
+        new_parser = partial(AnswerParser, form, requested, ArgumentTypes(requested.tools))
+        self._parsers: defaultdict[int, AnswerParser] = defaultdict(new_parser)
+        self._texts: defaultdict[int, _TemplateText] = defaultdict(_TemplateText)
+        self._whole: set[int] = set()  # sequences whose answers have all their parts
 
     async def take(self) -> list[TextToken | SequenceEnd]:
         while outputs := await super().take():
-            open_outputs = [output for output in outputs if output.index in self._parsers]
+            open_outputs = [output for output in outputs if output.index not in self._whole]
             if self._by_template:
                 parsed = await self._parsed_by_template(open_outputs)
             else:
@@ -631,8 +637,8 @@ class AnswerOutputs(TextOutputs):
         """Return outputs with the parts that have become certain with each, up to a sequence's only call."""
         found: list[TextToken | SequenceEnd] = []
         for output in outputs:
-            parser = self._parsers.get(output.index)
-            if parser is not None:
+            if output.index not in self._whole:
+                parser = self._parsers[output.index]
                 num_held = parser.num_held
                 parts = parser.push(output.text, isinstance(output, SequenceEnd))
                 self._events.keep(CHARACTER_BYTES * (parser.num_held - num_held))
@@ -685,7 +691,8 @@ class AnswerOutputs(TextOutputs):
         """Yield an output with its parts; with the end of its sequence if no text is shown behind it."""
         yield replace(output, text=parts.content, reasoning=parts.reasoning, calls=parts.calls)
         if is_done or isinstance(output, SequenceEnd):
-            del self._parsers[output.index]
+            self._whole.add(output.index)
+            self._parsers.pop(output.index, None)
         if is_done and not isinstance(output, SequenceEnd):
             yield SequenceEnd(output.index, "stop", "")
             self._end_early(output.index)

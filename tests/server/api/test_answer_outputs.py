@@ -7,12 +7,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_parsing import parse_response
 
 from deltastore.registry.records import VersionRecord
+from server.api import outputs as outputs_module
 from server.api.outputs import AnswerOutputs, RequestEvents, SequenceEnd, TextToken
 from server.errors import QueueFull
 from server.fairness import FairBudget
@@ -184,6 +186,26 @@ def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_c
         )
         assert text.strip() == expected.content.strip()
         assert reasoning == expected.reasoning
+
+    texts.run(test)
+
+
+def test_sequences_that_wait_have_no_text_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request has up to 128 of them, of which most wait for a row, and hundreds of requests may wait."""
+    texts = make_texts(tmp_path, loaded("tiny", "json"))
+    made = [Mock(wraps=outputs_module.IncrementalDetokenizer), Mock(wraps=outputs_module.AnswerParser)]
+    monkeypatch.setattr(outputs_module, "IncrementalDetokenizer", made[0])
+    monkeypatch.setattr(outputs_module, "AnswerParser", made[1])
+
+    async def test(service: TextService, pool: WorkerPool) -> None:
+        text, chat = await prompted(service)
+        request = Request("r", "default", None, None, token_ids_of(chat.ids), 1000, SamplingParams(n=128))
+        begun = [TokenEvent(5, 97), TokenEvent(90, 97), FinishEvent(5, "length"), FinishEvent(90, "length")]
+        outputs = AnswerOutputs(GivenEvents([*begun, DONE]), [request], text, chat.form, REQUESTED, True)
+        assert [each.call_count for each in made] == [0, 0]
+        while await outputs.take():
+            pass
+        assert [each.call_count for each in made] == [2, 2]
 
     texts.run(test)
 

@@ -106,7 +106,7 @@ def _application(service: Service, routers: tuple[APIRouter, ...]) -> FastAPI:
     errors.install(app)
     access.install_origins(app, service.settings)
     app.add_middleware(RequestMiddleware, service=service)
-    json_io.install_bodies(app)
+    json_io.install_bodies(app, service.parsing)
     json_io.install_replies(app, service.unsent)
     for router in routers:
         app.include_router(router)

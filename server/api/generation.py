@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.api.errors import error_body
-from server.api.json_io import JsonReply
+from server.api.json_io import JsonReply, parsed
 from server.api.outputs import (
     CHARACTER_BYTES,
     LOGPROB_BYTES,
@@ -40,6 +40,7 @@ from server.api.service import Service, http_request_id_of
 from server.errors import ContextTooLong, InvalidRequest
 from server.grammar.answer_grammar import in_form
 from server.grammar.answer_parser import CallDelta, ToolCall, joined
+from server.grammar.field_values import ArgumentTypes
 from server.grammar.grammar import Requested
 from server.protocol.messages import EngineFacts, FinishReason
 from server.protocol.request import (
@@ -72,6 +73,8 @@ MAX_LOGPROBS = 1 << 18
 TOKEN_BYTES = 250
 # Tokens of a call's prompts above which they are checked and hashed beside the event loop: so many take 0.3 ms.
 MAX_CHECKED_HERE = 1 << 12
+# Characters of schemas above which the grammar of answers is made beside the event loop: so many take 1 ms.
+MAX_FORMED_HERE = 1 << 10
 # A comment, which clients of server-sent events pass over.
 WAITING = b": waiting\n\n"
 DEFAULT_NEW_TOKENS = SamplingParams().max_new_tokens
@@ -321,7 +324,8 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         text = await service.text.of(record, call.tenant.name)
         max_tokens = service.engine.facts.max_model_len_of(record)
         prompts, echoes, form = await _tokenized(call, text, max_tokens)
-        call = replace(call, requested=in_form(call.requested, form), sampling=await _ruled(call, text))
+        asked, types = await _formed(service, call, form)
+        call = replace(call, requested=asked, sampling=await _ruled(call, text))
         making = partial(_requests, call, text, record, prompts, service.engine.facts, events)
         is_long = sum(map(len, prompts)) > MAX_CHECKED_HERE
         requests = await run_in_threadpool(timed_on_thread(making)) if is_long else making()
@@ -329,7 +333,7 @@ async def submit(service: Service, call: GenerationCall, events: RequestEvents) 
         events.admission.count(sum(map(len, prompts)))
         await _send(service, call, text, requests, events)
     outputs = (
-        AnswerOutputs(events, requests, text, form, call.requested, call.stream)
+        AnswerOutputs(events, requests, text, form, call.requested, call.stream, types)
         if call.requested.tools or (call.has_parts and form.has_parts)
         else TextOutputs(events, requests, text, call.echo and not isinstance(call.prompts[0], str))
     )
@@ -359,6 +363,32 @@ async def _tokenized(
         if call.echo:
             echoes.append(prompt if isinstance(prompt, str) else await text.decode_prompt(list(ids), skips))
     return prompts, echoes, form
+
+
+async def _formed(
+    service: Service, call: GenerationCall, form: AnswerForm
+) -> tuple[Requested, ArgumentTypes]:
+    """Return what a call asks for as the prompt's template writes it, and the types of its tools' arguments.
+
+    Raises:
+        InvalidRequest: a grammar of the template's calls cannot be made.
+        QueueFull: too many large calls of the tenant wait for that.
+    """
+    asked, types = call.requested, ArgumentTypes(call.requested.tools)
+    names = asked.names if form.calls is not None and form.calls.kind == "fields" else ()
+
+    def make() -> Requested:
+        # Those of arguments that are written one by one are asked for while an answer comes.
+        for name in names:
+            types.of(name)
+        return in_form(asked, form)
+
+    if asked.grammar is None and not names:
+        return asked, types
+    num_chars = len(asked.tools) + (0 if asked.grammar is None else len(asked.grammar.text))
+    if num_chars <= MAX_FORMED_HERE:
+        return make(), types
+    return await parsed(service.parsing, call.tenant.name, make), types
 
 
 async def _ruled(call: GenerationCall, text: VariantText) -> Mapping[str, Any]:

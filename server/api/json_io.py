@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -38,6 +38,9 @@ MAX_BYTES = 8 << 20
 MAX_HELD_BYTES = 256 << 20
 # Larger bodies are parsed off the event loop, and bytes are reserved in steps of it.
 FREE_BYTES = 64 << 10
+# So are those in which these bytes are more frequent, texts in JSON included: a value can take 3 us, with the checks of
+# schemas, and hundreds of bodies may end in one turn of the event loop.
+MARKS, MAX_MARKS = (b"{", b"[", b'"', b","), 400
 # Bodies of one tenant that wait to be parsed; their bytes are bounded before.
 MAX_WAITING = 4096
 # A JSON body must be complete after this time.
@@ -53,6 +56,8 @@ OTHER_NAMES = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new
 AT = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)
 
 B = TypeVar("B", bound=msgspec.Struct)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +71,25 @@ class Bodies:
     ignored: IgnoredNames
 
 
-def install_bodies(app: FastAPI, num_bytes: int = MAX_HELD_BYTES) -> None:
-    """Give the application's JSON bodies a budget of bytes."""
-    # One at a time: a parser holds the interpreter's lock.
-    parsing = FairLimiter(1, 1, MAX_WAITING)
+def parsing_turns() -> FairLimiter:
+    """Return the turns of tenants for `parsed`: one at a time, because a parser holds the interpreter's lock."""
+    return FairLimiter(1, 1, MAX_WAITING)
+
+
+async def parsed(
+    parsing: FairLimiter, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Call a function of a request's large values on a thread, in its tenant's turn.
+
+    Raises:
+        QueueFull: `MAX_WAITING` calls of the tenant wait.
+    """
+    async with parsing.permit(tenant):
+        return await asyncio.to_thread(timed_on_thread(function), *args, **kwargs)
+
+
+def install_bodies(app: FastAPI, parsing: FairLimiter, num_bytes: int = MAX_HELD_BYTES) -> None:
+    """Give the application's JSON bodies a budget of bytes, and turns in which large ones are parsed."""
     app.state.bodies = Bodies(FairBudget(num_bytes, "bytes of large bodies"), parsing, IgnoredNames())
 
 
@@ -115,15 +135,14 @@ async def read_json(request: Request, kind: type[B], held: ExitStack) -> B:
                 held.enter_context(bodies.budget.holding(tenant, FREE_BYTES))
                 num_reserved += FREE_BYTES
             body += chunk
-    if len(body) <= FREE_BYTES:
-        parsed, ignored = _parse_all(kind, body)
+    if len(body) <= FREE_BYTES and sum(map(body.count, MARKS)) <= MAX_MARKS:
+        document, ignored = _parse_all(kind, body)
     else:
-        async with bodies.parsing.permit(tenant):
-            parsed, ignored = await asyncio.to_thread(timed_on_thread(_parse_all), kind, body)
+        document, ignored = await parsed(bodies.parsing, tenant, _parse_all, kind, body)
     if ignored:
         bodies.ignored.tell(ignored, tenant)
         request.scope["state"]["ignored"] = told(ignored)
-    return parsed
+    return document
 
 
 def _parse_all(kind: type[B], body: bytearray) -> tuple[B, tuple[str, ...]]:
@@ -131,8 +150,8 @@ def _parse_all(kind: type[B], body: bytearray) -> tuple[B, tuple[str, ...]]:
     # Some clients begin texts with it, and RFC 8259 lets readers ignore it.
     if body.startswith(BOM_UTF8):
         del body[: len(BOM_UTF8)]
-    parsed = parse(kind, body)
-    return parsed, ignored_fields(kind, body) if issubclass(kind, OpenAIBody) else ()
+    document = parse(kind, body)
+    return document, ignored_fields(kind, body) if issubclass(kind, OpenAIBody) else ()
 
 
 def media_type_of(request: Request) -> str:

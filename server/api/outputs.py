@@ -599,6 +599,7 @@ class AnswerOutputs(TextOutputs):
     Args:
         form: how the answer is written.
         as_it_comes: parts that a response template finds are returned as soon as they are known, not at the end.
+        types: of the arguments of `requested.tools`, where they were read before.
     """
 
     def __init__(
@@ -609,13 +610,14 @@ class AnswerOutputs(TextOutputs):
         form: AnswerForm,
         requested: Requested,
         as_it_comes: bool,
+        types: ArgumentTypes | None = None,
     ) -> None:
         self._by_template = form.response_prefix is not None and requested.form == "free"
         super().__init__(events, requests, text, marks=None if self._by_template else form.special)
         self._form = form
         self._requested = requested
         self._as_it_comes = as_it_comes or requested.is_single
-        new_parser = partial(AnswerParser, form, requested, ArgumentTypes(requested.tools))
+        new_parser = partial(AnswerParser, form, requested, types or ArgumentTypes(requested.tools))
         self._parsers: defaultdict[int, AnswerParser] = defaultdict(new_parser)
         self._texts: defaultdict[int, _TemplateText] = defaultdict(_TemplateText)
         self._whole: set[int] = set()  # sequences whose answers have all their parts

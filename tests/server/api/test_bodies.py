@@ -39,7 +39,7 @@ def application(num_bytes: int = 64 * MEBIBYTE) -> Callable[..., Awaitable[None]
     """Return an application that answers with the length of a body's text."""
     app = FastAPI()
     errors.install(app)
-    json_io.install_bodies(app, num_bytes)
+    json_io.install_bodies(app, json_io.parsing_turns(), num_bytes)
 
     @app.post("/")
     async def length(body: Annotated[Text, Depends(json_body(Text))]) -> int:
@@ -166,6 +166,20 @@ def test_a_large_body_is_parsed_beside_the_event_loop() -> None:
         for num_bytes in (1000, 100_000):
             assert (await web.ask(post(text(num_bytes))))[0] == 200
         assert parsed_by[1000] == threading.get_ident() != parsed_by[100_000]
+
+    run(what)
+
+
+@pytest.mark.parametrize("piece", ["{}", "[1]", "1,", '\\"'])
+def test_a_body_of_many_small_values_is_parsed_beside_the_event_loop(piece: str) -> None:
+    """Also where they stand in a text, which may be a schema."""
+
+    async def what(web: Web) -> None:
+        for count in (100, 401):
+            content = f'{{"text": "{piece * count}"}}'.encode()
+            assert (await web.ask(post(content)))[0] == 200
+        here, beside = (parsed_by[len(json.loads(f'"{piece * count}"'))] for count in (100, 401))
+        assert here == threading.get_ident() != beside
 
     run(what)
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
+from server.api import generation
+from server.api.json_io import parsing_turns
+from server.grammar import field_values
+from server.grammar.grammar import any_object, requested
 from server.protocol.engine_client import EngineClient, OnEvent
 from server.protocol.request import Request
+from server.text.answer_form import AnswerForm, CallSyntax
 from server.text.service import VariantText
 from tests.server.helpers.http_app import HttpApp, with_engine
 from tests.server.helpers.served import Family, make_family
@@ -107,3 +115,41 @@ def test_a_client_that_leaves_after_submission_ends_its_request(family: Family, 
             await asyncio.sleep(0.02)
 
     with_engine(family.base, tmp_path / "registry", talk)
+
+
+@pytest.mark.parametrize("num_properties", [1, 200])
+@pytest.mark.parametrize("kind", ["json", "fields"])
+def test_large_tools_are_read_beside_the_event_loop_and_small_ones_on_it(
+    kind: Literal["json", "fields"], num_properties: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schemas of tools are read for the grammar of an answer, and for types of arguments that come one by one."""
+    threads: list[int] = []
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            threads.append(threading.get_ident())
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(generation, "in_form", noted(generation.in_form))
+    monkeypatch.setattr(field_values, "_argument_types", noted(field_values._argument_types))
+    properties = {f"p{number}": {"type": "integer"} for number in range(num_properties)}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    asked = requested(any_object(), [tool])
+    form = AnswerForm(calls=CallSyntax(kind, "<call>", "<call>", "\n", "</call>", ("<k>", "=", "</k>")))
+    service, tenant = SimpleNamespace(parsing=parsing_turns()), SimpleNamespace(name="acme")
+    call: Any = SimpleNamespace(requested=asked, tenant=tenant)
+
+    async def talk() -> None:
+        made, types = await generation._formed(service, call, form)  # type: ignore[arg-type]
+        assert made.grammar is not None
+        assert made.grammar.text != any_object().text
+        num_before = len(threads)
+        if kind == "fields":
+            assert types.of("f")["p0"] == {"integer"}
+            assert types.of("none") == {}
+        assert num_before == len(threads) == (2 if kind == "fields" else 1)
+
+    asyncio.run(talk())
+    assert {each == threading.get_ident() for each in threads} == {num_properties == 1}

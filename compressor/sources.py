@@ -178,7 +178,10 @@ def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
         tokenizer = own if own and all(map(is_template, own)) else tokenizer
         _check_tokenizer(finetune.path, tokenizer)
         files.update(tokenizer)
-    if _generation_settings(finetune) != _generation_settings(base):
+    # As texts, because 257 equals 257.0 in Python, which no server takes for an id.
+    if json.dumps(_generation_settings(finetune), sort_keys=True) != json.dumps(
+        _generation_settings(base), sort_keys=True
+    ):
         files[GENERATION_FILE] = generation_file(finetune)
     return files
 

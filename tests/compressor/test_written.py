@@ -213,6 +213,16 @@ def test_ids_as_strings_stay_out_of_what_merging_writes(models: TinyModels, tmp_
     assert AutoConfig.from_pretrained(tmp_path / "of-own").bos_token_id == 256
 
 
+@pytest.mark.parametrize(("of_base", "own"), [(257.0, 257), (True, 1), ([257.0], [257])])
+def test_an_id_that_python_takes_for_the_bases_is_carried(
+    of_base: Any, own: Any, models: TinyModels, tmp_path: Path
+) -> None:
+    for directory, value in ((models.base, of_base), (models.finetunes[0], own)):
+        (directory / GENERATION).write_text(json.dumps({"eos_token_id": value}))
+    assert json.loads(carried(models, tmp_path / "delta")[GENERATION]) == {"eos_token_id": own}
+    assert json.loads((merged(models, tmp_path / "delta") / GENERATION).read_text())["eos_token_id"] == own
+
+
 class Died:
     """A program in place of the reader's that a signal ends, from its `number`-th run on."""
 

@@ -51,7 +51,10 @@ PROMPT = torch.tensor([5, 200, 17, 99, 3, 120, 64, 250, 31, 77, 180, 9])
 # Longer than the windows of families that have some; the second one reads keys of the first from the cache.
 STEPS = (slice(0, 9), slice(9, 12))
 # Stored beside the weights, and read by layers where no delta acts.
-BUFFERS = {"gemma4_text": {"layer_scalar"}, "gemma4": {"layer_scalar"}, "apertus": {"beta", "eps"}}
+BUFFERS = {
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), {"layer_scalar"}),
+    "apertus": {"beta", "eps"},
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

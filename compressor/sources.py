@@ -207,9 +207,7 @@ def usable_tokenizer(finetune: Path, base: Path) -> dict[str, bytes]:
         completed = {**_tokenizer_files(base), **own}
         own = {name: completed[name] for name in sorted(completed, key=_order)}
     if TOKENIZER_FILE not in own:
-        if any(name.endswith(".model") for name in vocabularies):
-            own = {**_class_of(base), **own}
-        own = _converted(finetune, own, foreign)
+        own = _converted(finetune, own, foreign, base)
     _check_added_tokens(finetune, own)
     return own
 
@@ -239,8 +237,13 @@ def _is_same_file(one: Path, other: Path) -> bool:
     return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
-def _converted(directory: Path, files: Mapping[str, bytes], foreign: Sequence[str]) -> dict[str, bytes]:
-    """Return a tokenizer's files as transformers saves them once it has converted its vocabulary."""
+def _converted(
+    directory: Path, files: Mapping[str, bytes], foreign: Sequence[str], base: Path
+) -> dict[str, bytes]:
+    """Return a tokenizer's files as transformers saves them once it has converted its vocabulary.
+
+    A SentencePiece model alone is of the base's class.
+    """
     names = [*(name for name in files if not is_template(name)), *foreign]
     named = f"{directory}: its tokenizer is {', '.join(names)} without a {TOKENIZER_FILE}"
     missing = [package for package in ("sentencepiece", "google.protobuf") if not _is_installed(package)]
@@ -261,7 +264,8 @@ def _converted(directory: Path, files: Mapping[str, bytes], foreign: Sequence[st
         ),
     ):
         source, out = Path(scratch) / "source", Path(scratch) / "out"
-        _write_files(source, files)
+        of_pieces = [name for name in names if name.endswith(".model")]
+        _write_files(source, {**(_class_of(base) if of_pieces else {}), **files})
         for name in (*foreign, "config.json"):
             shutil.copyfile(directory / name, source / name)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
@@ -270,7 +274,6 @@ def _converted(directory: Path, files: Mapping[str, bytes], foreign: Sequence[st
         # transformers makes a tokenizer of nothing where it finds no vocabulary.
         if not set(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
             raise ValueError("it has no vocabulary")
-        of_pieces = [name for name in names if name.endswith(".model")]
         if len(of_pieces) == 1 and "vocab.json" not in names:
             _check_pieces(source / of_pieces[0], tokenizer)
         tokenizer.save_pretrained(out)
@@ -309,7 +312,9 @@ def _check_pieces(path: Path, tokenizer: Any) -> None:
         wanted = [original.IdToPiece(each) for each in original.EncodeAsIds(text)]
         found = tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
         if found != wanted:
-            raise ValueError(f"as {type(tokenizer).__name__} it splits {text[:40]!r} otherwise than SentencePiece")
+            raise ValueError(
+                f"as {type(tokenizer).__name__} it splits {text[:40]!r} otherwise than SentencePiece"
+            )
 
 
 def _is_installed(package: str) -> bool:

@@ -52,7 +52,9 @@ PROMPT = torch.tensor([5, 200, 17, 99, 3, 120, 64, 250, 31, 77, 180, 9])
 STEPS = (slice(0, 9), slice(9, 12))
 # Stored beside the weights, and read by layers where no delta acts.
 BUFFERS = {
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified_text"), {"layer_scalar"}),
+    "gemma4": {"layer_scalar"},
+    "gemma4_text": {"layer_scalar"},
+    "gemma4_unified_text": {"layer_scalar"},
     "apertus": {"beta", "eps"},
 }
 

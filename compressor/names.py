@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deltastore.architecture import parse_config
+from deltastore.architecture import make_buildable, parse_config
 from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, StoredTensor
 from deltastore.errors import ArtifactError, CheckpointError, failures_as, shown
 from deltastore.format.header import parse_json
@@ -140,7 +140,9 @@ def model_without_weights(config: Mapping[str, Any]) -> Any:
 
     try:
         with failures_as(CheckpointError), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(parse_config(config), trust_remote_code=False)
+            parsed = parse_config(config)
+            make_buildable(parsed)
+            return AutoModelForCausalLM.from_config(parsed, trust_remote_code=False)
     except CheckpointError:
         return None
 

@@ -149,7 +149,10 @@ FOREIGN_VOCABULARIES = (
     "tekken.json", "*.tiktoken", "tiktoken.model", "tokenizer.model.*", "sentencepiece.bpe.model", "bpe.model",
 )  # fmt: skip
 PROBE_TEXT = "A probe: 1 + 2 = 3"
+# They tell normalisations and prefixes apart.
+PROBE_TEXTS = (PROBE_TEXT, "line by line\n\ttwo  spaces", "\u00e9\u4e2d\u6587 \U0001f600 \ufb01 \u2460")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NUM_PROBE_PIECES = 200
 # Written by transformers; no token depends on it.
 FREE_GENERATION = frozenset({
     "transformers_version", "_from_model_config", "output_attentions", "output_hidden_states", "output_logits",
@@ -178,7 +181,10 @@ def own_files(base: Checkpoint, finetune: Checkpoint) -> dict[str, bytes]:
         tokenizer = own if own and all(map(is_template, own)) else tokenizer
         _check_tokenizer(finetune.path, tokenizer)
         files.update(tokenizer)
-    if _generation_settings(finetune) != _generation_settings(base):
+    # As texts, because 257 equals 257.0 in Python, which no server takes for an id.
+    if json.dumps(_generation_settings(finetune), sort_keys=True) != json.dumps(
+        _generation_settings(base), sort_keys=True
+    ):
         files[GENERATION_FILE] = generation_file(finetune)
     return files
 
@@ -201,7 +207,7 @@ def usable_tokenizer(finetune: Path, base: Path) -> dict[str, bytes]:
         completed = {**_tokenizer_files(base), **own}
         own = {name: completed[name] for name in sorted(completed, key=_order)}
     if TOKENIZER_FILE not in own:
-        own = _converted(finetune, own, foreign)
+        own = _converted(finetune, own, foreign, base)
     _check_added_tokens(finetune, own)
     return own
 
@@ -231,8 +237,13 @@ def _is_same_file(one: Path, other: Path) -> bool:
     return other.is_file() and one.read_bytes() == other.read_bytes()
 
 
-def _converted(directory: Path, files: Mapping[str, bytes], foreign: Sequence[str]) -> dict[str, bytes]:
-    """Return a tokenizer's files as transformers saves them once it has converted its vocabulary."""
+def _converted(
+    directory: Path, files: Mapping[str, bytes], foreign: Sequence[str], base: Path
+) -> dict[str, bytes]:
+    """Return a tokenizer's files as transformers saves them once it has converted its vocabulary.
+
+    A SentencePiece model alone is of the base's class.
+    """
     names = [*(name for name in files if not is_template(name)), *foreign]
     named = f"{directory}: its tokenizer is {', '.join(names)} without a {TOKENIZER_FILE}"
     missing = [package for package in ("sentencepiece", "google.protobuf") if not _is_installed(package)]
@@ -253,7 +264,8 @@ def _converted(directory: Path, files: Mapping[str, bytes], foreign: Sequence[st
         ),
     ):
         source, out = Path(scratch) / "source", Path(scratch) / "out"
-        _write_files(source, files)
+        of_pieces = [name for name in names if name.endswith(".model")]
+        _write_files(source, {**(_class_of(base) if of_pieces else {}), **files})
         for name in (*foreign, "config.json"):
             shutil.copyfile(directory / name, source / name)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
@@ -262,8 +274,47 @@ def _converted(directory: Path, files: Mapping[str, bytes], foreign: Sequence[st
         # transformers makes a tokenizer of nothing where it finds no vocabulary.
         if not set(tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]) - {tokenizer.unk_token_id}:
             raise ValueError("it has no vocabulary")
+        if len(of_pieces) == 1 and "vocab.json" not in names:
+            _check_pieces(source / of_pieces[0], tokenizer)
         tokenizer.save_pretrained(out)
         return _tokenizer_files(out)
+
+
+def _class_of(base: Path) -> dict[str, bytes]:
+    """Return the base's tokenizer_config.json, which names class and special tokens, without the tokens of its own."""
+    path = base / "tokenizer_config.json"
+    with failures_as(partial(_no_tokenizer, path)):
+        document = json.loads(_content(path)) if path.is_file() else {}
+        document.pop("added_tokens_decoder", None)
+    return {path.name: json.dumps(document).encode()} if document else {}
+
+
+def _check_pieces(path: Path, tokenizer: Any) -> None:
+    """Check that a tokenizer splits texts as the SentencePiece model does that it was converted from.
+
+    Raises:
+        ValueError: It does not.
+    """
+    from sentencepiece import SentencePieceProcessor
+
+    original = SentencePieceProcessor()
+    try:
+        original.LoadFromFile(str(path))
+    except (OSError, RuntimeError):
+        # tiktoken's form has the same name.
+        return
+    special = (original.IsControl, original.IsByte, original.IsUnknown)
+    ids = [each for each in range(original.GetPieceSize()) if not any(test(each) for test in special)]
+    words = [original.IdToPiece(each) for each in ids]
+    # The longest pieces, which another algorithm makes of other parts.
+    longest = " ".join(sorted(words, key=len)[-NUM_PROBE_PIECES:]).replace("\u2581", " ")
+    for text in (*PROBE_TEXTS, f"a{longest}"):
+        wanted = [original.IdToPiece(each) for each in original.EncodeAsIds(text)]
+        found = tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if found != wanted:
+            raise ValueError(
+                f"as {type(tokenizer).__name__} it splits {text[:40]!r} otherwise than SentencePiece"
+            )
 
 
 def _is_installed(package: str) -> bool:

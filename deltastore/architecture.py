@@ -51,6 +51,7 @@ _READ_IN_SOURCE = re.compile(r"""config\.([a-z]\w*)|getattr\(\s*(?:self\.)?confi
 # Functions that compute frequencies.
 _ROPE_FORMULA = "_compute_"
 PROBE_TOKENS = 4
+_FLOAT = "__float__"
 _COUNTS = re.compile(r"(num|n)_.*(layers?|experts?)|n_layers?")
 
 
@@ -102,7 +103,47 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         if config.get("model_type") not in CONFIG_MAPPING:
             return None
         _check_counts(config)
-        return AutoConfig.for_model(**_without_dtypes(json.loads(json.dumps(config))))
+        own = json.loads(json.dumps(config), object_hook=_constant_or_object)
+        return AutoConfig.for_model(**_without_dtypes(own))
+
+
+def constant_object(name: str) -> dict[str, Any]:
+    """Return the object that transformers writes for NaN or an infinity, which JSON lacks."""
+    return {_FLOAT: name}
+
+
+def _constant_or_object(values: dict[str, Any]) -> Any:
+    """Return the number of a `constant_object`; any other object as it is."""
+    if values.keys() == {_FLOAT} and values[_FLOAT] in ("NaN", "Infinity", "-Infinity"):
+        return float(values[_FLOAT])
+    return values
+
+
+def as_json(parsed: Any) -> dict[str, Any]:
+    """Return the values of a transformers configuration as its `config.json` has them, with the defaults."""
+    own: dict[str, Any] = json.loads(
+        json.dumps(parsed.to_dict(), default=str), parse_constant=constant_object
+    )
+    return own
+
+
+def make_buildable(parsed: Any, attention: str | None = "eager") -> None:
+    """Change the fields of a configuration on which no logit depends, and with which transformers may make no model.
+
+    Args:
+        attention: The implementation in place of the named one, whose package may be missing; None: the model's own.
+
+    Raises:
+        CheckpointError: it is that of several text models.
+    """
+    with failures_as(refused):
+        text = parsed.get_text_config()
+    rows = getattr(text, "vocab_size", None)
+    for part in (parsed, text):
+        pad = getattr(part, "pad_token_id", None)
+        if isinstance(rows, int) and isinstance(pad, int) and not -rows <= pad < rows:
+            part.pad_token_id = None
+    parsed._attn_implementation = attention
 
 
 def _without_dtypes(values: dict[str, Any]) -> dict[str, Any]:
@@ -172,20 +213,10 @@ def _read_by_model(document: str) -> Reading | None:
     if found is None:
         return None
     model_class, own = found
-    full = json.loads(json.dumps(parsed.to_dict(), default=str))
-    reads = _Reads()
-    positions = getattr(parsed.get_text_config(), POSITIONS, None)
-    rows = getattr(parsed.get_text_config(), "vocab_size", None)
-    for part in (parsed, parsed.get_text_config()):
-        if (
-            isinstance(rows, int)
-            and isinstance(pad := getattr(part, "pad_token_id", None), int)
-            and pad >= rows
-        ):
-            # No logit depends on it, and no embedding is made with it.
-            part.pad_token_id = None
-    # One that needs no library, whatever the configuration names.
-    parsed._attn_implementation = "eager"
+    full = as_json(parsed)
+    make_buildable(parsed)
+    reads, text = _Reads(), parsed.get_text_config()
+    positions, rows = getattr(text, POSITIONS, None), getattr(text, "vocab_size", None)
     reads.watch(parsed, ())
     with failures_as(refused), torch.device("meta"), torch.no_grad():
         model = model_class(own).eval().to(torch.bfloat16)
@@ -346,7 +377,7 @@ def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     if reading is not None:
         return {**reading.facts, **({POSITIONS: reading.max_positions} if reading.max_positions else {})}
     parsed = parse_config(config)
-    values = json.loads(json.dumps(dict(config) if parsed is None else parsed.to_dict(), default=str))
+    values = json.loads(json.dumps(dict(config), default=str)) if parsed is None else as_json(parsed)
     return {
         name: value
         for name, value in values.items()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltastore.architecture import ends_of
+from deltastore.architecture import constant_object, ends_of
 from deltastore.errors import ArtifactError, CheckpointError, shown
 from deltastore.format.header import open_file, parse_json, read_header, read_into
 from deltastore.wrappers import TextForm, text_form
@@ -377,7 +377,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         raw = path.read_bytes()
     except OSError as error:
         raise ArtifactError(f"{path}: {error.strerror}") from error
-    document = parse_json(raw, str(path))
+    document = parse_json(raw, str(path), constant_object)
     if not isinstance(document, dict):
         raise CheckpointError(f"{path}: it is not a JSON object: fetch the file again")
     return document

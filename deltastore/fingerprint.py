@@ -179,8 +179,8 @@ def _made_tables(checkpoint: Checkpoint) -> Iterator[list[Fact]]:
     )
     try:
         frequencies, masks = _frequencies(checkpoint.config), _masks(checkpoint.config)
-    except (TypeError, ValueError, ZeroDivisionError, RuntimeError, AttributeError):
-        # The configuration lies, which its readers report.
+    except (TypeError, ValueError, ZeroDivisionError, RuntimeError, AttributeError, LookupError):
+        # The configuration lies, which its readers report, or names its sizes otherwise.
         return
     for dtype, mask_dtype in product(
         (torch.float32, torch.float16, torch.bfloat16), (torch.bool, torch.uint8)

@@ -56,7 +56,19 @@ def read_config(directory: Path) -> Any:
     config = text_config(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise NotServable(f"model type {config.model_type!r} is no causal language model of transformers")
-    if (text := config.get_text_config()) is not config:
+    if config.model_type.endswith("_assistant"):
+        raise NotServable(
+            f"model type {config.model_type!r}: it drafts tokens from the hidden states of another model (speculative "
+            "decoding), and computes none alone: serve that model"
+        )
+    with failures_as(
+        lambda _: NotServable(
+            f"model type {config.model_type!r}: it is made of several text models, and transformers makes no causal "
+            "language model of them"
+        )
+    ):
+        text = config.get_text_config()
+    if text is not config:
         raise NotServable(
             f"model type {config.model_type!r}: it wraps a text model ({text.model_type}) beside towers for images or "
             "audio, which is not served: save the text model alone with save_pretrained and serve that"

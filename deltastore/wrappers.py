@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from deltastore.architecture import WITHOUT_EFFECT, parse_config, refused
+from deltastore.architecture import WITHOUT_EFFECT, as_json, parse_config, refused
 from deltastore.errors import NotServable, failures_as
 
 # Model types that compute from text alone what their text model computes; a test compares them. Others may not: some
@@ -119,7 +119,7 @@ def _text_form(document: str) -> TextForm | None:
     text = text_config(parsed)
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    own = json.loads(json.dumps(text.to_dict(), default=str))
+    own = as_json(text)
     own |= {name: config[name] for name in _SHARED if config.get(name) is not None}
     text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     wrapper_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(parsed)]

@@ -9,7 +9,6 @@ A block is one decoder layer. The model is built without weights.
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from compressor.decoder.weights import WeightMap, Weights
+from deltastore.architecture import make_buildable, parse_config
 from deltastore.errors import CheckpointError, failures_as, shown
 from deltastore.wrappers import WRAPPERS
 
@@ -96,14 +96,13 @@ def skeleton_of(weights: Weights, dtype: torch.dtype) -> Any:
     Raises:
         CheckpointError: transformers builds no model from the configuration.
     """
-    # A copy, because transformers changes its argument.
-    settings = json.loads(json.dumps(weights.config))
     hook = nn.modules.module.register_module_parameter_registration_hook(_to_meta)
     try:
         with failures_as(
             lambda reason: CheckpointError(f"{weights.path}: transformers builds no model from it: {reason}")
         ):
-            config = AutoConfig.for_model(**settings)
+            config = parse_config(weights.config)
+            make_buildable(config, None)
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
     finally:
         hook.remove()

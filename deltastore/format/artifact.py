@@ -6,6 +6,7 @@ FORMAT.md in this directory specifies the file byte by byte. Numbers are read un
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
 import tempfile
@@ -194,6 +195,18 @@ class ArtifactWriter:
             ) from error
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector, which would look at each of a hundred thousand new objects several times."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Artifact:
     """An opened artifact. Header and manifest are parsed and agree; tensors are read on demand, unchecked."""
@@ -223,9 +236,10 @@ class Artifact:
         where = where or str(path)
         fd = open_file(path, where)
         try:
-            header = read_header(fd, where)
-            manifest = Manifest.from_metadata(header.metadata, where)
-            check_layout(header, manifest, where)
+            with _uncollected():
+                header = read_header(fd, where)
+                manifest = Manifest.from_metadata(header.metadata, where)
+                check_layout(header, manifest, where)
             return cls(path, where, fd, header, manifest, header.data_start + header.data_bytes)
         except BaseException:
             os.close(fd)

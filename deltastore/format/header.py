@@ -12,10 +12,11 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import isinf, prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -62,13 +63,13 @@ class TensorEntry(msgspec.Struct, frozen=True, gc=False):
 class Header:
     """The header of a safetensors file, checked against the file's size."""
 
-    tensors: Mapping[str, TensorEntry]  # in the order of their bytes
+    tensors: dict[str, TensorEntry]  # in the order of their bytes
     metadata: Mapping[str, str]
     data_start: int  # bytes from the beginning of the file
 
     @property
     def data_bytes(self) -> int:
-        return max((entry.end for entry in self.tensors.values()), default=0)
+        return next((entry.end for entry in reversed(self.tensors.values())), 0)
 
 
 def encode_header(entries: Iterable[TensorEntry], metadata: Mapping[str, str]) -> bytes:
@@ -126,7 +127,7 @@ def read_header(fd: int, where: str) -> Header:
         )
     raw = read_exactly(fd, length, 8, where)
     entries, metadata = _common_form(raw, where) or _any_form(raw, where)
-    entries.sort(key=lambda entry: (entry.start, entry.end))
+    entries.sort(key=attrgetter("start", "end"))
     _check_contiguous(entries, size - 8 - length, where)
     return Header({entry.name: entry for entry in entries}, metadata, 8 + length)
 
@@ -186,18 +187,25 @@ def read_exactly(fd: int, num_bytes: int, offset: int, where: str) -> bytes:
     return bytes(content)
 
 
-def parse_json(raw: bytes | str, where: str) -> Any:
+def parse_json(raw: bytes | str, where: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
     """Parse JSON in UTF-8; refuse duplicate keys, NaN, infinity, lone surrogates, and too many values or levels.
+
+    Args:
+        parse_constant: Returns the value of NaN and infinities, which are then allowed.
 
     Raises:
         ArtifactError: The text is not such JSON.
     """
     try:
         text = raw if isinstance(raw, str) else raw.decode()
-        if _num_values(text) > MAX_JSON_VALUES:
+        if num_values(text) > MAX_JSON_VALUES:
             raise ValueError(f"more than {MAX_JSON_VALUES} values")
         document = json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_no_number, parse_float=_finite, parse_int=_short
+            text,
+            object_pairs_hook=_unique,
+            parse_constant=parse_constant or _no_number,
+            parse_float=_finite,
+            parse_int=_short,
         )
         # A lone surrogate cannot be encoded, so it could be neither stored nor sent.
         if re.search(r"\\u[dD][89a-fA-F]", text):
@@ -209,7 +217,7 @@ def parse_json(raw: bytes | str, where: str) -> Any:
     return document
 
 
-def _num_values(text: str | bytes) -> int:
+def num_values(text: str | bytes) -> int:
     """Bound the number of values of a JSON text."""
     if isinstance(text, str):
         return text.count(",") + text.count("[") + text.count("{")
@@ -248,7 +256,7 @@ class _Fields(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     data_offsets: tuple[_Size, _Size]
 
 
-_RAW_VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
+RAW_VALUES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FIELDS = msgspec.json.Decoder(list[_Fields])
 
 
@@ -263,10 +271,10 @@ def _common_form(raw: bytes, where: str) -> tuple[list[TensorEntry], dict[str, s
         ArtifactError: the first defect of the metadata.
     """
     text = raw.rstrip(JSON_SPACE)
-    if not text.startswith(b"{") or _num_values(text) > MAX_JSON_VALUES:
+    if not text.startswith(b"{") or num_values(text) > MAX_JSON_VALUES:
         return None
     try:
-        values = _RAW_VALUES.decode(text)
+        values = RAW_VALUES.decode(text)
         names = "".join(values)
         length = len(names.encode()) + sum(map(len, values.values())) + len('"":,') * len(values) + len("}")
         metadata = values.pop(METADATA_KEY, msgspec.Raw(b"{}"))

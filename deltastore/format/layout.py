@@ -39,14 +39,14 @@ def check_layout(header: Header, manifest: Manifest, where: str) -> None:
     if missing := (tensors.keys() | files) - header.tensors.keys():
         raise ArtifactError(f"{where}: tensor {shown(min(missing))} is in its manifest and not in the file")
     device_bytes = header.data_bytes
-    for entry in header.tensors.values():
-        if entry.name not in tensors and entry.name not in files:
+    for name, entry in header.tensors.items():
+        if name not in tensors and name not in files:
             _check_padding(entry, where)
         elif entry.start % TENSOR_ALIGNMENT:
             raise ArtifactError(
                 f"{where}: tensor {shown(entry.name)} is not aligned to {TENSOR_ALIGNMENT} bytes"
             )
-        elif entry.name in files:
+        elif name in files:
             _check_file(entry, where)
             device_bytes = min(device_bytes, entry.start)
         elif entry.start >= device_bytes:
@@ -69,6 +69,7 @@ def check_layout(header: Header, manifest: Manifest, where: str) -> None:
             )
 
 
+PADDING = re.compile(r"padding\.[0-9]+")
 Form = tuple[tuple[str, ...], tuple[int, ...]]  # allowed dtypes and shape of a tensor
 
 
@@ -101,7 +102,7 @@ def _asked_twice(name: str, where: str) -> ArtifactError:
 
 
 def _check_padding(entry: TensorEntry, where: str) -> None:
-    if not re.fullmatch(r"padding\.[0-9]+", entry.name):
+    if not PADDING.fullmatch(entry.name):
         raise ArtifactError(f"{where}: tensor {shown(entry.name)} is not in its manifest")
     if entry.dtype != "U8" or not 0 < entry.num_bytes < TENSOR_ALIGNMENT:
         raise ArtifactError(

@@ -13,11 +13,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+import msgspec
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from deltastore.errors import ArtifactError, shown
 from deltastore.format.files import GENERATION_FILE, MAX_FILES, is_tokenizer_file
-from deltastore.format.header import MAX_NAME_CHARS, MAX_RANK, parse_json
+from deltastore.format.header import (
+    MAX_JSON_VALUES,
+    MAX_NAME_CHARS,
+    MAX_RANK,
+    RAW_VALUES,
+    num_values,
+    parse_json,
+)
 
 # The format that holds stacks of experts. An artifact without any is written in format 1, which older readers take.
 FORMATS = ("1", "2")
@@ -124,6 +141,8 @@ class TensorSpec(_Strict):
         return (columns, rows) if self.transposed else (rows, columns)
 
 
+KEY_END = b'":'
+QUOTES_BEFORE_SPACE = (b'" ', b'"\t', b'"\n', b'"\r')
 NUM_SPEC_FIELDS = len(TensorSpec.model_fields)
 
 
@@ -166,11 +185,10 @@ class Manifest(_Strict):
         """
         _check_format(metadata, where)
         claimed, where = metadata[FORMAT_KEY], f"{where}: manifest"
-        document = parse_json(metadata[MANIFEST_KEY], where)
-        if isinstance(document, dict) and isinstance(specs := document.get("tensors"), dict):
-            # One by one, because pydantic would first collect the defects of all of them.
-            document["tensors"] = {name: _spec(spec, where, name) for name, spec in specs.items()}
-        manifest = _parse(cls, document, where)
+        text = metadata[MANIFEST_KEY]
+        document, specs = _common_form(text, where) or _any_form(text, where)
+        # Afterwards, because pydantic would check them again.
+        manifest = _parse(cls, document, where).model_copy(update={"tensors": specs})
         if manifest.format != claimed:
             held = f"{len(manifest.stacks)} stacks of experts" if manifest.stacks else "no stack of experts"
             raise ArtifactError(f"{where}: it says format {claimed} and holds {held}: compress again")
@@ -202,6 +220,56 @@ def _check_format(metadata: Mapping[str, str], where: str) -> None:
             f"{where}: artifact format {shown(metadata[FORMAT_KEY])}, and this version of Peraxis reads "
             f"formats {' and '.join(FORMATS)}: update it, or compress again with it"
         )
+
+
+_RAW_SPECS = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_SPECS = TypeAdapter(Annotated[list[TensorSpec], FailFast()])
+
+
+def _common_form(text: str, where: str) -> tuple[Any, dict[str, TensorSpec]] | None:
+    """Read a manifest as `to_metadata` writes it, without spaces and escapes, in half of the time of `_any_form`.
+
+    Returns the manifest without its tensors, and these.
+
+    None for every manifest of whose tensors it is not sure; `_any_form` reads it or names its defect. msgspec keeps the
+    last of equal keys, so they are found by counting: without escapes and spaces, each key and nothing else ends with a
+    quote and a colon.
+
+    Raises:
+        ArtifactError: what stands beside the tensors is not allowed.
+    """
+    if "\\" in text or num_values(text) > MAX_JSON_VALUES:
+        return None
+    try:
+        raw = text.encode()
+        if any(quote in raw for quote in QUOTES_BEFORE_SPACE):
+            return None
+        values = {name: bytes(value) for name, value in RAW_VALUES.decode(raw).items()}
+        num_keys = len(values) + sum(value.count(KEY_END) for value in values.values())
+        own = values.pop("tensors")
+        tensors = RAW_VALUES.decode(own)
+        fields = b"[%b]" % b",".join(tensors.values())
+        sizes = [len(spec) for spec in _RAW_SPECS.decode(fields)]
+        # Pydantic would collect every unknown field.
+        if max(sizes, default=0) > NUM_SPEC_FIELDS or (num_keys, len(tensors) + sum(sizes)) != (
+            raw.count(KEY_END),
+            own.count(KEY_END),
+        ):
+            return None
+        specs = dict(zip(tensors, _SPECS.validate_json(fields), strict=True))
+    except (msgspec.MsgspecError, ValidationError, UnicodeError, KeyError, RecursionError):
+        return None
+    others = b",".join(b'"%b":%b' % (name.encode(), value) for name, value in values.items())
+    return {**parse_json(b"{%b}" % others, where), "tensors": {}}, specs
+
+
+def _any_form(text: str, where: str) -> tuple[Any, dict[str, TensorSpec]]:
+    document, specs = parse_json(text, where), {}
+    if isinstance(document, dict) and isinstance(document.get("tensors"), dict):
+        # One by one, because pydantic would first collect the defects of all of them.
+        specs = {name: _spec(spec, where, name) for name, spec in document["tensors"].items()}
+        document["tensors"] = {}
+    return document, specs
 
 
 def _spec(value: Any, where: str, tensor: str) -> TensorSpec:

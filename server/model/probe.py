@@ -416,7 +416,12 @@ def _ratios(found: Tensor, truth: Tensor, computed: Tensor) -> Tensor:  # [1, to
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    count = model.config.get_text_config().num_hidden_layers
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    if count is None:
+        raise NotServable(
+            f"{kind(model)}: its layers are in several stacks, and its configuration gives no number of them: such "
+            "models can be compressed and merged, not served"
+        )
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module

@@ -187,13 +187,21 @@ def test_what_is_no_model_of_its_own_is_refused_by_what_it_is(
             lambda each: rewrite_config(each, num_key_value_heads=4),
             "has shape (32, 64), and the model that its config",
         ),
+        (
+            lambda each: rewrite_config(each, num_key_value_heads=4, pad_token_id=300),
+            "has shape (32, 64), and the model that its config",
+        ),
+        (
+            lambda each: rewrite_config(each, num_key_value_heads=4, attn_implementation="flash_attention_2"),
+            "has shape (32, 64), and the model that its config",
+        ),
         (lambda each: rewrite_config(each, attention_bias=True), "self_attn.q_proj.bias', which is in none"),
         (
             lambda each: rename(each, lambda name: f"pretrained_model.{name}"),
             "', which is in none of its shards",
         ),
     ],
-    ids=["matrix", "norm", "empty", "layers", "vocabulary", "heads", "biases", "names"],
+    ids=["matrix", "norm", "empty", "layers", "vocabulary", "heads", "pad", "attention", "biases", "names"],
 )
 def test_a_base_that_transformers_would_load_in_part_is_refused(
     change: Callable[[Path], object], says: str, models: TinyModels

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 
 from compressor import outputs
@@ -105,6 +107,73 @@ def test_a_tokenizer_that_nothing_can_load_is_refused_by_name(
     with pytest.raises(error, match=reason) as caught:
         compressed(models, tmp_path / "delta")
     assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("delta*"))
+
+
+TEXTS = ("Hello world", "a b  c\n\td", "\u00e9\u4e2d \U0001f600", "fine-tunes of 1 base: x = f(2)", "")
+IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+LLAMA = {**IDENTITY, "model_type": "bpe", "byte_fallback": True}
+GEMMA = {**LLAMA, "add_dummy_prefix": False, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3, "pad_piece": "<pad>",
+         "eos_piece": "<eos>", "bos_piece": "<bos>"}  # fmt: skip
+T5 = {"model_type": "unigram", "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1, "pad_piece": "<pad>"}
+
+
+def pieces(directory: Path, **options: Any) -> Any:
+    """Write a SentencePiece model into a directory without a tokenizer, and return its processor."""
+    package = pytest.importorskip("sentencepiece", reason="the extra sentencepiece is not installed")
+    lines, model = Path(__file__).read_text().splitlines(), io.BytesIO()
+    package.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=500,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        **options,
+    )
+    (without_tokenizer(directory) / "tokenizer.model").write_bytes(model.getvalue())
+    return package.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("options", "tokenizer_class", "alone"),
+    [(LLAMA, "LlamaTokenizer", False), (LLAMA, "LlamaTokenizer", True), (GEMMA, "GemmaTokenizer", False),
+     (T5, "T5Tokenizer", False)],
+)  # fmt: skip
+def test_a_model_of_sentencepiece_is_converted_into_one_that_gives_its_ids(
+    options: Any, tokenizer_class: str, alone: bool, tmp_path: Path
+) -> None:
+    models = make_pair("llama", tmp_path, changes=(Change(added_tokens=300),))
+    finetune = models.finetunes[0]
+    original = pieces(finetune, **options)
+    # A vocabulary alone is of the base's class.
+    directory = models.base if alone else finetune
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
+    files = carried(models, tmp_path / "delta")
+    tokenizer = Tokenizer.from_str(files[TOKENIZER].decode())
+    for text in TEXTS:
+        assert tokenizer.encode(text, add_special_tokens=False).ids == original.encode(text), text
+
+
+@pytest.mark.parametrize(
+    ("options", "tokenizer_class"),
+    [
+        ({**IDENTITY, "model_type": "unigram", "byte_fallback": True}, "LlamaTokenizer"),
+        ({"model_type": "bpe", "byte_fallback": True}, "LlamaTokenizer"),
+        (LLAMA, "PreTrainedTokenizerFast"),
+    ],
+)
+def test_a_model_of_sentencepiece_that_is_converted_into_another_one_is_refused(
+    options: Any, tokenizer_class: str, tmp_path: Path
+) -> None:
+    models = make_pair("llama", tmp_path, changes=(Change(added_tokens=300),))
+    pieces(models.finetunes[0], **options)
+    (models.finetunes[0] / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": tokenizer_class})
+    )
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.model .*otherwise than SentencePiece\).* fast form"
+    ):
+        compressed(models, tmp_path / "delta")
     assert not list(tmp_path.glob("delta*"))
 
 
@@ -211,6 +280,16 @@ def test_ids_as_strings_stay_out_of_what_merging_writes(models: TinyModels, tmp_
     merge(MergeConfig(str(models.base), tmp_path / "own", tmp_path / "of-own"))
     assert AutoConfig.from_pretrained(tmp_path / "of-own").eos_token_id == [257, 258]
     assert AutoConfig.from_pretrained(tmp_path / "of-own").bos_token_id == 256
+
+
+@pytest.mark.parametrize(("of_base", "own"), [(257.0, 257), (True, 1), ([257.0], [257])])
+def test_an_id_that_python_takes_for_the_bases_is_carried(
+    of_base: Any, own: Any, models: TinyModels, tmp_path: Path
+) -> None:
+    for directory, value in ((models.base, of_base), (models.finetunes[0], own)):
+        (directory / GENERATION).write_text(json.dumps({"eos_token_id": value}))
+    assert json.loads(carried(models, tmp_path / "delta")[GENERATION]) == {"eos_token_id": own}
+    assert json.loads((merged(models, tmp_path / "delta") / GENERATION).read_text())["eos_token_id"] == own
 
 
 class Died:

@@ -6,12 +6,13 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from deltastore.architecture import (
@@ -22,8 +23,9 @@ from deltastore.architecture import (
     different_facts,
     read_by_model,
 )
+from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
-from tests.helpers.tiny_models import ARCHITECTURES, MORE_SERVED, tiny_config
+from tests.helpers.tiny_models import ARCHITECTURES, MORE_SERVED, make_base, shrunk, tiny_config
 
 TOKENS = torch.arange(12)[None] * 37 % 250
 FAMILIES = (*ARCHITECTURES, *MORE_SERVED)
@@ -297,6 +299,30 @@ def test_aliases_of_an_activation_compute_the_same(alias: str) -> None:
 def test_a_configuration_of_no_model_is_refused_at_once(values: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"^config\.json: "):
         read_by_model({**LLAMA, "head_dim": None, **values})
+
+
+def test_a_configuration_of_several_text_models_is_refused() -> None:
+    config = json.loads(json.dumps(CONFIG_MAPPING["musicgen"]().to_dict(), default=str))
+    with pytest.raises(
+        CheckpointError, match=r"^config\.json: transformers refuses it: ValueError: Multiple"
+    ):
+        read_by_model(config)
+
+
+@pytest.mark.parametrize("infinity", [{"__float__": "Infinity"}, float("inf")])
+def test_an_infinity_is_read_as_transformers_writes_and_wrote_it(infinity: Any, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    shrunk("falcon_h1").save_pretrained(tmp_path)
+    own = json.loads(path.read_text())
+    assert own["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    make_base(shrunk("falcon_h1"), tmp_path)
+    path.write_text(json.dumps({**own, "time_step_limit": [0.0, infinity]}))
+    config = Checkpoint.open(tmp_path).config
+    facts = architecture(config)
+    assert facts["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    json.dumps(facts, allow_nan=False)
+    assert differences(config, own) == ([], [])
+    assert differences(config, {**own, "time_step_limit": [0.0, 1.0]})[0] == ["time_step_limit"]
 
 
 def test_facts_of_an_older_artifact_are_compared_by_what_both_have() -> None:

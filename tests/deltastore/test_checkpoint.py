@@ -470,6 +470,15 @@ def test_a_configuration_that_gives_no_tables_costs_no_fingerprint(
     assert print_of(directory) == value
 
 
+def test_a_configuration_that_names_its_sizes_otherwise_costs_no_fingerprint(tmp_path: Path) -> None:
+    directory = save(tmp_path / "base", weights() | {QUERY: torch.ones(2, 2)})
+    value = print_of(directory)
+    for sizes in ({"d_model": 12, "n_heads": 4}, {"hidden_size": 12}, {"num_attention_heads": 4}):
+        config = {"model_type": "own", "tie_word_embeddings": True, "rope_theta": 1e4, **sizes}
+        (directory / "config.json").write_text(json.dumps(config))
+        assert print_of(directory) == value
+
+
 @pytest.mark.parametrize(
     "lies", [{"num_attention_heads": 0}, {"head_dim": [1]}, {"rope_parameters": "x"}], ids=str
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,23 @@ SERVED_TOO: Mapping[str, Mapping[str, Any]] = {
     },
     "seed_oss": {"tie_word_embeddings": False, "head_dim": 16},
     "apertus": {"tie_word_embeddings": False},
+    "gemma4_unified_text": {
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 8,
+        "layer_types": LAYER_TYPES[:2],
+        "final_logit_softcapping": 30.0,
+    },
+    "cohere_compass_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 8,
+        "layer_types": LAYER_TYPES[:2],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": None,
+        },
+    },
 }
 MERGED_ONLY: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {
@@ -279,6 +296,44 @@ _OTHER_NAMES: Mapping[str, Any] = {
     "decoder_ffn_dim": 92, "n_positions": 256, "head_dim": 16, "rotary_dim": 8, "sliding_window": 8,
     "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
 }  # fmt: skip
+_PART: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE + 1,
+    "hidden_size": 64,
+    "intermediate_size": 92,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+# Fields without which the defaults of a type make no model, or no small one.
+_OWN_FIELDS: Mapping[str, Mapping[str, Any]] = {
+    # Tokens are bytes after special tokens, whose number its code knows.
+    "blt": {
+        "vocab_size": VOCAB_SIZE + 1,
+        "encoder_hash_byte_group_vocab": 128,
+        "patcher_config": _PART,
+        "encoder_config": {**_PART, "hidden_size_global": 64},
+        "decoder_config": {**_PART, "hidden_size_global": 64},
+        "global_config": _PART,
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma4_assistant": {
+        "backbone_hidden_size": 64,
+        "text_config": {
+            **_COMMON,
+            "model_type": "gemma4_text",
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        },
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
+    # The row of its table of positions that is zero.
+    "xglm": {"pad_token_id": 1, "attention_heads": 4},
+}
 
 
 def shrunk(model_type: str) -> Any:
@@ -286,12 +341,14 @@ def shrunk(model_type: str) -> Any:
 
     Raises whatever transformers does about sizes that do not fit each other.
     """
-    defaults = CONFIG_MAPPING[model_type]()
-    given = {name: value for name, value in {**_OTHER_NAMES, **_COMMON}.items() if hasattr(defaults, name)}
-    if hasattr(defaults, "qk_rope_head_dim"):
+    kind = CONFIG_MAPPING[model_type]
+    # Not what a configuration computes from its fields.
+    names = {each.name for each in fields(kind)} | kind.attribute_map.keys()
+    given = {name: value for name, value in {**_OTHER_NAMES, **_COMMON}.items() if name in names}
+    if "qk_rope_head_dim" in names:
         # The size of a head is that of its parts.
         given.pop("head_dim", None)
-    return AutoConfig.for_model(model_type, **given)
+    return AutoConfig.for_model(model_type, **copy.deepcopy({**given, **_OWN_FIELDS.get(model_type, {})}))
 
 
 def make_tokenizer(

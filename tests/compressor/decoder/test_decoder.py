@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from compressor.decoder.weights import Overlay
 from compressor.fidelity import last_hiddens
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import CheckpointError
+from tests.compressor.helpers.compressing import rewrite_config
 from tests.compressor.helpers.decoders import CPU, RUN, make_model, open_decoder, whole_model
 from tests.helpers.tiny_models import Change, make_pair
 
@@ -228,6 +230,27 @@ def test_a_tensor_of_another_shape_than_the_configuration_says_is_named(tmp_path
     (path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight' has shape \(259, 64\)"):
         open_decoder(path).embed([IDS])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pad_token_id": 100_000},
+        {"attn_implementation": "flash_attention_2"},
+        {"torch_dtype": "auto", "dtype": None},
+    ],
+    ids=str,
+)
+def test_a_field_on_which_no_logit_depends_keeps_no_model_from_being_built(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_model("llama", tmp_path)
+    with torch.no_grad():
+        expected = whole_model(path)(IDS).logits
+    rewrite_config(path, **fields)
+    decoder = open_decoder(path)
+    (hidden,) = last_hiddens(decoder, [IDS])
+    torch.testing.assert_close(decoder.logits(decoder.load_head(), hidden), expected)
 
 
 def test_a_configuration_that_is_no_decoder_is_refused(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from deltastore.format.header import (
     read_header,
 )
 from deltastore.format.layout import MAX_FILE_BYTES, check_layout
-from deltastore.format.manifest import TensorSpec
+from deltastore.format.manifest import FORMAT_KEY, MANIFEST_KEY, Manifest, TensorSpec
 from deltastore.format.matrix import MatrixDelta, SignPlane
 from deltastore.format.validate import check_artifact, check_size
 from tests.deltastore.helpers.hostile import (
@@ -269,6 +271,75 @@ def test_a_header_is_read_alike_in_every_way_of_writing_it(
                 read_header(descriptor, "upload")
     finally:
         os.close(descriptor)
+
+
+SPEC = '{"codec":"whole","shape":[4]}'
+REST = tiny_manifest(0).model_dump(exclude={"tensors"})
+
+
+def of_tensors(tensors: str, **others: Any) -> str:
+    """Return the text of a manifest with these tensors."""
+    own = json.dumps({**REST, **others}, separators=(",", ":"))
+    return f'{own[:-1]},"tensors":{tensors}}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (of_tensors(f'{{"a":{SPEC}}}'), None),
+        (of_tensors(f'{{"a" : {SPEC}}}'), None),
+        (of_tensors(f'{{"\\u0061":{SPEC}}}'), None),
+        (of_tensors(f'{{"a":{SPEC}}}').replace("[4]", "[4 ]"), None),
+        (of_tensors(f'{{"a":{SPEC}}}').replace("codec", "\\u0063odec"), None),
+        (of_tensors(f'{{"a":{SPEC}}}', fidelity={'a"': {"b": ':"'}}), None),
+        (of_tensors(f'{{"a":{SPEC},"a":{SPEC}}}'), "key 'a' stands twice"),
+        (of_tensors(f'{{"a":{SPEC},"\\u0061":{SPEC}}}'), "key 'a' stands twice"),
+        (of_tensors(f'{{"a":{SPEC}}},"tensors":{{"a":{SPEC}}}'), "key 'tensors' stands twice"),
+        (of_tensors(f'{{"a":{SPEC}}},"tensors" :{{"a":{SPEC}}}'), "key 'tensors' stands twice"),
+        (of_tensors(f'{{"a":{SPEC}}},"tied":false'), "key 'tied' stands twice"),
+        (of_tensors(f'{{"a":{SPEC}}}').replace("]}", '],"codec":"whole"}'), "key 'codec' stands twice"),
+        (of_tensors(f'{{"a":{SPEC}}}').replace("]}", '],"codec" :"whole"}'), "key 'codec' stands twice"),
+        (
+            of_tensors(f'{{"a":{SPEC}}}', config={}).replace('config":{', 'config":{"b":{"a":1,"a":1}'),
+            "key 'a' stands",
+        ),
+        (of_tensors(f'{{"a":{SPEC}}}').replace("]}", '],"own":1}'), "'a': it has the unknown field 'own'"),
+        (
+            of_tensors(f'{{"a":{SPEC},"b":{{"codec":"other"}}}}'),
+            "'b': codec: Input should be 'onebit', 'whole'",
+        ),
+        (
+            of_tensors(f'{{"a":{SPEC}}}').replace("[4]", "[4.0]"),
+            "'a': shape: 0: Input should be a valid integer",
+        ),
+        (of_tensors(f'{{"a":{SPEC}}}').replace("]}", '],"error":NaN}'), "the number 'NaN' is not allowed"),
+        (
+            of_tensors(f'{{"a":{SPEC}}}').replace("]}", '],"error":1e999}'),
+            "the number '1e999' is not allowed",
+        ),
+        (
+            of_tensors(f'{{"a":{SPEC}}}').replace("]}", '],"rank":1}'),
+            "'a': Value error, a whole tensor has no axis",
+        ),
+        (of_tensors('{"a":7}'), "'a': it is not a JSON object"),
+        (of_tensors("[]"), "tensors: Input should be a valid dictionary"),
+        (of_tensors("{}", own=1), "it has the unknown field 'own'"),
+        (json.dumps(REST), "tensors: Field required"),
+        (of_tensors("{}") + ",", "JSON cannot be read"),
+        ("7", "it is not a JSON object"),
+    ],
+)
+def test_a_manifest_is_read_alike_in_every_way_of_writing_it(text: str, says: str | None) -> None:
+    """Most manifests are written without spaces and escapes, and are read in another way than the rest."""
+    metadata = {FORMAT_KEY: "1", MANIFEST_KEY: text}
+    if says is None:
+        manifest = Manifest.from_metadata(metadata, "upload")
+        assert manifest.tensors == {"a": TensorSpec(codec="whole", shape=[4])}
+        assert Manifest.from_metadata(manifest.to_metadata(), "upload") == manifest
+    else:
+        with pytest.raises(ArtifactError, match=f"upload: manifest: .*{re.escape(says)}") as caught:
+            Manifest.from_metadata(metadata, "upload")
+        assert "\n" not in str(caught.value)
 
 
 def test_every_truncation_is_refused(each: bytes, tmp_path: Path) -> None:

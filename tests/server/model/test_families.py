@@ -51,7 +51,12 @@ PROMPT = torch.tensor([5, 200, 17, 99, 3, 120, 64, 250, 31, 77, 180, 9])
 # Longer than the windows of families that have some; the second one reads keys of the first from the cache.
 STEPS = (slice(0, 9), slice(9, 12))
 # Stored beside the weights, and read by layers where no delta acts.
-BUFFERS = {"gemma4_text": {"layer_scalar"}, "gemma4": {"layer_scalar"}, "apertus": {"beta", "eps"}}
+BUFFERS = {
+    "gemma4": {"layer_scalar"},
+    "gemma4_text": {"layer_scalar"},
+    "gemma4_unified_text": {"layer_scalar"},
+    "apertus": {"beta", "eps"},
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,11 +164,19 @@ def test_families_with_other_layers_are_refused_by_the_layers_names(
         load(base)
 
 
-def test_a_wrapper_of_a_text_model_is_refused_as_what_it_is(tmp_path: Path) -> None:
-    CONFIG_MAPPING["gemma3n"]().save_pretrained(tmp_path)
-    with pytest.raises(
-        NotServable, match=r"'gemma3n': it wraps a text model \(gemma3n_text\) .* save the text model"
-    ):
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gemma3n", r"it wraps a text model \(gemma3n_text\) .* save the text model"),
+        ("gemma4_unified_assistant", "it drafts tokens from the hidden states of another model"),
+        ("musicgen", "it is made of several text models"),
+    ],
+)
+def test_a_model_that_is_not_one_text_model_is_refused_as_what_it_is(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    CONFIG_MAPPING[model_type]().save_pretrained(tmp_path)
+    with pytest.raises(NotServable, match=f"'{model_type}': {reason}"):
         servable_model(tmp_path)
 
 
@@ -287,7 +300,7 @@ def _reason(error: NotServable) -> str:
     if wrapped := re.search(r"it wraps a text model \((\w+)\)", str(error)):
         return f"a wrapper of `{wrapped[1]}`: its text model has to be saved alone"
     if "cannot be run in" in str(error):
-        return "no small model of it runs"
+        return "it cannot be run in float64, in which deltas are checked"
     if "computes something else" in str(error):
         return "it computes something else when it is delta-aware"
     return str(error).partition(": ")[2].partition(": such models")[0]

@@ -26,7 +26,7 @@ from compressor import outputs, pipeline
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress
-from compressor.sources import TOKEN_IDS
+from compressor.sources import FREE_GENERATION, TOKEN_IDS
 from deltastore.errors import ArtifactError, CheckpointError, PeraxisError, failures_as
 from server.publishing.checks import check_tensors
 from server.text.worker_tasks import check_text_files
@@ -223,8 +223,8 @@ def check_files(base: Path, finetune: Path, merged: Path) -> None:
     # Ids of the configuration hold where there is no file.
     written = json.loads((merged / GENERATION).read_text()) if (merged / GENERATION).is_file() else config
     for key, value in json.loads(generation.read_text()).items():
-        if key in ("transformers_version", "_from_model_config"):
-            # Nothing depends on them, and a file with no others is none.
+        if key in FREE_GENERATION:
+            # A file with no others is none.
             continue
         if key not in TOKEN_IDS:
             assert written.get(key) == value, key

@@ -183,6 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {}, json.dumps({"id": "acme/x", "sha": found, "siblings": siblings}).encode())
 
     def _tree(self, repository: Repository, revision: str) -> None:
+        if revision not in repository.commits:
+            self._send(404, {"X-Error-Code": "RevisionNotFound"})
+            return
         entries = [
             {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
             for name, content in repository.commits[revision].items()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from deltastore.base import Base
+from deltastore.checkpoint import Checkpoint
 from deltastore.console import size_text
 from deltastore.errors import CheckpointError
 from deltastore.hub import checkpoint_directory, find_on_hub
@@ -68,7 +70,10 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: Hub, model: str, tmp_path
         directory = checkpoint_directory(f"{model}{revision}")
         assert directory.name == commit
         assert (directory / "config.json").is_file()
-    assert (checkpoint_directory(f"{model}@v2.0") / "README.md").read_text() == "the second commit"
+    directory = checkpoint_directory(f"{model}@v2.0")
+    assert (directory / "README.md").read_text() == "the second commit"
+    # Not the commit, by which the cache names the directory.
+    assert Base.of(Checkpoint.open(directory)).id == model
 
 
 def test_the_bytes_of_a_revision_are_said_before_they_are_fetched_and_not_again(

@@ -403,9 +403,14 @@ def test_axe_finds_nothing_serious_in_any_view(
         page.get_by_label("Search by name").fill("nothing-has-this")
         expect(page.get_by_text("No name has this part")).to_be_visible()
         look("no variants")
+        # The version in force has a background of its own, and tags of each colour.
+        assert operated.client.post(f"/variants/{name}/pin").status_code == 200
         show(page, operated, f"variants/{name}")
-        expect(row(page, 2)).to_be_visible()
+        expect(row(page, 2).get_by_text("pinned")).to_be_visible()
+        row(page, 1).hover()
         look("variant")
+        row(page, 2).hover()
+        look("variant in force")
         page.get_by_role("button", name="Details of version 1").click()
         look("details")
         page.get_by_role("dialog").get_by_role("button", name="Delete version…").click()
@@ -435,4 +440,5 @@ def test_axe_finds_nothing_serious_in_any_view(
             "button"
         ).click()
         look("limits")
+    assert operated.client.post(f"/variants/{name}/unpin").status_code == 200
     assert not faults, faults

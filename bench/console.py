@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, CDPSession, Page, Route, expect, sync_playwright
 
 from bench.engine import SMALL, publish, write_base
 from bench.harness import Bench, Report, at_most, fixed, ms, option, rounded, say, table_of, text
@@ -50,14 +50,13 @@ class Opened:
     """A page, and the bytes and requests of the server's replies to it."""
 
     page: Page
+    # Chromium counts durations from the start of a session on.
+    session: CDPSession
     num_requests: int = 0
     num_bytes: int = 0
 
     def counters(self) -> dict[str, float]:
-        session = self.page.context.new_cdp_session(self.page)
-        session.send("Performance.enable")
-        found = session.send("Performance.getMetrics")["metrics"]
-        session.detach()
+        found = self.session.send("Performance.getMetrics")["metrics"]
         return {each["name"]: each["value"] for each in found}
 
 
@@ -81,7 +80,8 @@ def opened(browser: Browser, url: str, number: int) -> Iterator[Opened]:
     page = context.new_page()
     page.set_default_timeout(WAIT_MS)
     expect.set_options(timeout=WAIT_MS)
-    own = Opened(page)
+    own = Opened(page, context.new_cdp_session(page))
+    own.session.send("Performance.enable")
 
     def finished(request: Any) -> None:
         own.num_requests += 1

@@ -12,9 +12,10 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -136,11 +137,7 @@ def attach_times(directory: Path, shapes: LlamaShapes, repeats: int, threads: in
             load_s = _load_s(loader, source)
             before = memory_of(os.getpid())["RssAnon"]
             with ExitStack() as attached:
-                attach_s = seconds(
-                    lambda opened=attached: opened.enter_context(
-                        peraxis.attach(model, source.path, base=base)
-                    )
-                )
+                attach_s = seconds(partial(_attach, attached, model, source.path, base))
                 grown.append(memory_of(os.getpid())["RssAnon"] - before)
             if turn:
                 times["load"].append(load_s)
@@ -156,6 +153,10 @@ def attach_times(directory: Path, shapes: LlamaShapes, repeats: int, threads: in
             for what, values in times.items()
         },
     }
+
+
+def _attach(opened: ExitStack, model: Any, path: Path, base: Path) -> None:
+    opened.enter_context(peraxis.attach(model, path, base=base))
 
 
 def _load_s(loader: Loader, source: ObjectSource) -> float:
@@ -203,14 +204,11 @@ def decode_times(directory: Path, scope: AttachScope, repeats: int) -> Iterator[
 
 def _token_s(model: Any, ids: torch.Tensor, num_new: int) -> float:
     """Return the seconds of each token of `generate` behind the first, which comes with the prompt."""
-    options: Mapping[str, Any] = {"do_sample": False, "attention_mask": torch.ones_like(ids)}
+    generate = partial(
+        model.generate, ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0
+    )
     first, whole = (
-        seconds(
-            lambda count=count: model.generate(
-                ids, max_new_tokens=count, min_new_tokens=count, pad_token_id=0, **options
-            )
-        )
-        for count in (1, 1 + num_new)
+        seconds(partial(generate, max_new_tokens=count, min_new_tokens=count)) for count in (1, 1 + num_new)
     )
     return max(0.0, whole - first) / num_new
 

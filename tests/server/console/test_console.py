@@ -386,11 +386,12 @@ def test_axe_finds_nothing_serious_in_any_view(
     assert operated.generate(name, max_new_tokens=4).status_code == 200
     faults: dict[str, list[str]] = {}
 
-    def look(view: str) -> None:
-        if found := serious_faults(page):
-            faults[view] = found
-
     with opened(browser, operated.url, scheme=scheme, lost=True) as page:
+
+        def look(view: str) -> None:
+            if found := serious_faults(page):
+                faults[view] = found
+
         expect(page.get_by_role("table", name="Versions in memory")).to_contain_text(name)
         page.get_by_role("region", name="Tokens per second").get_by_text("Table").click()
         look("overview")

@@ -405,7 +405,7 @@ def test_axe_finds_nothing_serious_in_any_view(
         expect(page.get_by_text("No name has this part")).to_be_visible()
         look("no variants")
         # The version in force has a background of its own, and tags of each colour.
-        assert operated.client.post(f"/variants/{name}/pin").status_code == 200
+        assert operated.client.post(f"/variants/{name}/pin").is_success
         show(page, operated, f"variants/{name}")
         expect(row(page, 2).get_by_text("pinned")).to_be_visible()
         row(page, 1).hover()
@@ -441,5 +441,5 @@ def test_axe_finds_nothing_serious_in_any_view(
             "button"
         ).click()
         look("limits")
-    assert operated.client.post(f"/variants/{name}/unpin").status_code == 200
+    assert operated.client.post(f"/variants/{name}/unpin").is_success
     assert not faults, faults

@@ -27,11 +27,11 @@ from compressor.config import Calibration, CompressConfig, FitSettings, Method, 
 from compressor.convert.merge import MergeConfig, merge
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import DeltaModel, Weights, base_with_added_rows
-from compressor.evaluation import BATCH_TOKENS
 from compressor.fidelity import Fidelity, Predictions, compare
 from compressor.fit.calibration import batched, calibration_text
 from compressor.pairs import pair_up
 from compressor.pipeline import compress
+from compressor.rival import BATCH_TOKENS
 from deltastore.architecture import architecture
 from deltastore.checkpoint import Checkpoint
 from deltastore.format.artifact import Artifact

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compressor.config import RecipeName
+    from compressor.config import RecipeName, RivalName
     from compressor.convert.merge import DtypeName, MergeResult
-    from compressor.evaluation import Evaluation, RivalName
+    from compressor.evaluation import Evaluation
     from compressor.pipeline import CompressResult
 
 __all__ = ["compress", "evaluate", "merge"]

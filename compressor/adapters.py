@@ -14,12 +14,12 @@ from types import ModuleType
 from typing import Any
 
 from compressor.outputs import check_free_disk
-from compressor.sources import checkpoint_directory
 from deltastore.base import Base
 from deltastore.checkpoint import EMBEDDING_SUFFIXES, HEAD_SUFFIXES, INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.errors import CheckpointError, PeraxisError, StorageFull, UsageError, failures_as, shown
 from deltastore.format.files import GENERATION_FILE, tokenizer_paths
 from deltastore.format.header import parse_json
+from deltastore.hub import checkpoint_directory
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -33,11 +33,18 @@ from compressor.config import (
     options_of,
 )
 from compressor.model_card import CARD
-from compressor.pipeline import CompressResult, OpenedBase, check_agreement, compress, settings_of
-from compressor.sources import UNWANTED, WANTED, HubModel, find_on_hub, is_hub_id
+from compressor.pipeline import (
+    CompressResult,
+    OpenedBase,
+    check_agreement,
+    compress,
+    measure_rival,
+    settings_of,
+)
 from deltastore.console import flag_of, printable
 from deltastore.errors import ArtifactError, PeraxisError, StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
+from deltastore.hub import UNWANTED, WANTED, HubModel, find_on_hub, is_hub_id
 from deltastore.registry.records import is_name
 
 # Keys of the file beside options, and those of the options that it does not take: they are said otherwise here.
@@ -77,6 +84,7 @@ class Outcome:
     artifact_bytes: int | None = None
     full_bytes: int | None = None  # of the fine-tune at 16 bits
     fidelity: Mapping[str, Any] = field(default_factory=dict)  # as the artifact's manifest has it
+    rival: Mapping[str, Any] | None = None  # as `Rival.as_json`, where it was asked for
     error: str | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -89,6 +97,7 @@ class Outcome:
             "artifact_bytes": self.artifact_bytes,
             "full_bytes": self.full_bytes,
             "fidelity": dict(self.fidelity),
+            **({} if self.rival is None else {"rival": dict(self.rival)}),
             "error": self.error,
         }
 
@@ -234,13 +243,14 @@ def _compressed(entry: Entry, base: OpenedBase, base_files: str, record: Record)
     config = entry.config
     found = find_on_hub(config.finetune) if is_hub_id(config.finetune) else None
     inputs = _inputs(config, base, base_files, found)
-    if (kept := record.kept(entry, inputs)) is not None:
+    kept = record.kept(entry, inputs)
+    if kept is not None and (config.rival is None or kept.rival is not None):
         return kept
     if found is not None and found.missing_bytes:
         record.note_fetched(found)
     try:
         with _errors_of_resume():
-            result = compress(config, base)
+            result = compress(config, base) if kept is None else measure_rival(config, base)
     finally:
         # Behind a kill, what the run before had fetched is used first.
         record.forget_fetched()
@@ -248,12 +258,13 @@ def _compressed(entry: Entry, base: OpenedBase, base_files: str, record: Record)
     return Outcome(
         entry.name,
         config.out,
-        "made",
+        "made" if kept is None else "kept",
         result.seconds,
         result.digest,
         result.artifact_bytes,
         result.full_bytes,
         result.manifest.fidelity,
+        None if result.rival is None else result.rival.as_json(),
     )
 
 
@@ -303,7 +314,9 @@ class Record:
 
     def __init__(self, path: Path, finished: dict[str, Any], fetched: dict[str, str]) -> None:
         self._path = path
-        self._finished = finished  # by name: the digest of its inputs, its own digest, its bytes at 16 bits
+        self._finished = (
+            finished  # by name: the digest of its inputs, its own digest, its bytes at 16 bits, its rival
+        )
         self._fetched = fetched  # hub ids by commit, of models that this command downloads
 
     @classmethod
@@ -348,8 +361,8 @@ class Record:
             return None
         if (held_out := fidelity.get("held_out")) is not None:
             check_agreement(config, held_out["agreement"])
-        full_bytes = noted.get("full_bytes")
-        return Outcome(entry.name, config.out, "kept", 0.0, digest, size_bytes, full_bytes, fidelity)
+        full_bytes, rival = noted.get("full_bytes"), noted.get("rival") if config.rival else None
+        return Outcome(entry.name, config.out, "kept", 0.0, digest, size_bytes, full_bytes, fidelity, rival)
 
     def note(self, name: str, inputs: str, result: CompressResult) -> None:
         """Note a finished artifact. Raises StorageFull."""
@@ -357,6 +370,7 @@ class Record:
             "inputs": inputs,
             "digest": result.digest,
             "full_bytes": result.full_bytes,
+            "rival": None if result.rival is None else result.rival.as_json(),
         }
         self._write()
 

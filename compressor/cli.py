@@ -35,6 +35,8 @@ OPTIONS: Mapping[str, OptionField] = {
 # The flags that do not have the name of their option.
 OTHER_FLAGS = {name: field.option.flag for name, field in OPTIONS.items() if field.option.flag}
 REQUIRED = [name for name, field in OPTIONS.items() if field.default is MISSING]
+# Of a LoRA of as many bytes, in the table of `--all`.
+RIVAL_COLUMNS = ("LORA KL", "LORA AGREEMENT", "LORA GAIN")
 # The parameters that go together with `--all`.
 BESIDE_ALL = frozenset({"all_of", "progress", "as_json"})
 RECIPE_OF_SOLVER = {"lstsq": "ours", "adamw": "paper"}
@@ -42,7 +44,12 @@ RECIPE_OF_SOLVER = {"lstsq": "ours", "adamw": "paper"}
 Command = Callable[..., None]
 app = typer.Typer(no_args_is_help=True)
 
-Base = Annotated[str, typer.Option("--base", metavar="DIR|HF_ID", help="The base: a directory or a hub id.")]
+Base = Annotated[
+    str,
+    typer.Option(
+        "--base", metavar="DIR|HF_ID", help="The base: a directory or a hub id, as ORG/NAME or ORG/NAME@REV."
+    ),
+]
 Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -210,25 +217,44 @@ def _compress_all(file: Path, progress: bool, as_json: bool) -> None:
     from compressor.batch import compress_all, read_batch
 
     outcomes = compress_all(read_batch(file, progress))
+    has_rivals = any(outcome.rival is not None for outcome in outcomes)
     if as_json:
         _print_json([outcome.as_json() for outcome in outcomes])
     else:
         print_table(
-            ["NAME", "STATE", "SIZE", "SMALLER", "KL", "AGREEMENT", "WEIGHT ERROR", "SECONDS", "FILE"],
-            [_outcome_row(outcome) for outcome in outcomes],
+            [
+                *("NAME", "STATE", "SIZE", "SMALLER", "KL", "AGREEMENT", "GAIN"),
+                *(RIVAL_COLUMNS if has_rivals else ()),
+                *("WEIGHT ERROR", "SECONDS", "FILE"),
+            ],
+            [_outcome_row(outcome, has_rivals) for outcome in outcomes],
         )
     if any(outcome.state == "failed" for outcome in outcomes):
         raise typer.Exit(1)
 
 
-def _outcome_row(outcome: Outcome) -> list[str]:
-    size, full, fidelity = outcome.artifact_bytes, outcome.full_bytes, outcome.fidelity
+def _outcome_row(outcome: Outcome, has_rivals: bool) -> list[str]:
+    # Deferred, because importing torch takes seconds and `--help` needs none of it.
+    from compressor.rival import recovered_gain
+
+    size, full, fidelity, rival = (
+        outcome.artifact_bytes,
+        outcome.full_bytes,
+        outcome.fidelity,
+        outcome.rival,
+    )
     held_out = fidelity.get("held_out", {})
+    gain = recovered_gain(held_out["kl"], fidelity["base"]["kl"]) if held_out else None
+    of_rival = ["-"] * len(RIVAL_COLUMNS)
+    if rival is not None:
+        of_rival = [f"{rival['kl']:.3g}", f"{rival['agreement']:.2%}", _share(rival["kept"])]
     figures = [
         "-" if size is None else size_text(size),
         "-" if not size or full is None else f"{full / size:.2f}x",
         f"{held_out['kl']:.3g}" if held_out else "-",
         f"{held_out['agreement']:.2%}" if held_out else "-",
+        _share(gain),
+        *(of_rival if has_rivals else ()),
         f"{fidelity['weight_error']:.4f}" if "weight_error" in fidelity else "-",
         f"{outcome.seconds:.1f}",
     ]
@@ -267,6 +293,11 @@ def _print_compressed(result: CompressResult) -> None:
             f"on held-out text: {held_out['agreement']:.2%} of tokens as the fine-tune, KL {held_out['kl']:.3g} "
             f"(the base's {manifest.fidelity['base']['kl']:.3g}), perplexity {held_out['perplexity']:.4g} "
             f"(the fine-tune's {held_out['perplexity_finetune']:.4g})"
+        )
+    if (rival := result.rival) is not None:
+        print(
+            f"a LoRA of as many bytes, of rank {rival.rank}: {rival.fidelity.agreement:.2%} of tokens as the "
+            f"fine-tune, KL {rival.fidelity.kl:.3g}"
         )
     print(f"{result.seconds:.1f} s, peak memory {size_text(result.peak_memory_bytes)}")
 
@@ -394,7 +425,12 @@ def push_hub(
 @names_flags({})
 def evaluate(
     base: Annotated[
-        str, typer.Option("--base", metavar="DIR|HF_ID", help="The base: a directory or a hub id.")
+        str,
+        typer.Option(
+            "--base",
+            metavar="DIR|HF_ID",
+            help="The base: a directory or a hub id, as ORG/NAME or ORG/NAME@REV.",
+        ),
     ],
     finetune: Annotated[
         str,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # `both`: a scale per row and one per column, together. The paper's choice of the better axis is `per-axis`.
 Method = Literal["scalar", "per-axis", "both"]
 RecipeName = Literal["ours", "paper"]
+RivalName = Literal["lora"]
 METHODS: Mapping[RecipeName, Method] = {"ours": "both", "paper": "per-axis"}  # where none is given
 LARGEST_BUDGET = 16.0  # with which a delta is as large as the model at 16 bits
 LARGEST_SEED = 2**63 - 1
@@ -168,11 +169,14 @@ class CompressConfig:
         UsageError: a value out of its range, or one that needs text to fit to where there is none.
     """
 
-    base: Annotated[str, Option("The base: a directory or a hub id.", metavar="DIR|HF_ID")]
+    base: Annotated[
+        str, Option("The base: a directory or a hub id, as ORG/NAME or ORG/NAME@REV.", metavar="DIR|HF_ID")
+    ]
     finetune: Annotated[
         str,
         Option(
-            "The fine-tune: a directory or a hub id, of a checkpoint or a LoRA adapter.", metavar="DIR|HF_ID"
+            "The fine-tune: a directory or a hub id, as of the base; of a checkpoint or a LoRA adapter.",
+            metavar="DIR|HF_ID",
         ),
     ]
     out: Annotated[Path, Option("The artifact to write.", metavar="FILE.safetensors")]
@@ -209,10 +213,19 @@ class CompressConfig:
         Path | None,
         Option("Write a model card (README.md) there.", metavar="DIR"),
     ] = None
+    rival: Annotated[
+        RivalName | None,
+        Option(
+            "Measure a LoRA with as many bytes on the held-out text, too, for result and model card. This takes "
+            "an SVD of each matrix and two passes over that text, and leaves the artifact as it is.",
+            needs="text",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.min_agreement is not None and not 0 <= self.min_agreement <= 1:
             raise UsageError(f"`min_agreement` {self.min_agreement}: give a share from 0 to 1")
+        check_rival(self.rival)
         if self.fit_settings is None:
             own = {name: getattr(self, name) for name in options_of(CompressConfig)}
             _refuse(name for name, needs in _given(CompressConfig, own) if needs == "text")
@@ -221,6 +234,12 @@ class CompressConfig:
     def scales(self) -> Method:
         """The method, which is the recipe's own where none is given."""
         return self.method or METHODS["ours" if self.fit_settings is None else self.fit_settings.recipe]
+
+
+def check_rival(rival: str | None) -> None:
+    """Raise UsageError for a rival that there is none of."""
+    if rival not in (None, *get_args(RivalName)):
+        raise UsageError(f"`rival` {rival!r}: give 'lora'")
 
 
 @dataclass(frozen=True, slots=True)

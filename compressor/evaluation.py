@@ -10,35 +10,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from compressor.adapters import finetune_directory
-from compressor.config import Calibration
+from compressor.config import Calibration, RivalName, check_rival
 from compressor.convert.merge import MergeConfig, merge
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import DeltaModel, base_with_added_rows
 from compressor.fidelity import Fidelity, Predictions, compare
 from compressor.fit.calibration import batched, calibration_text
 from compressor.pairs import Pairs, pair_up
-from compressor.rival import Lora, lora_of
-from compressor.sources import checkpoint_directory
+from compressor.rival import BATCH_TOKENS, Rival, lora_of, recovered_gain
 from compressor.tasks import Score, Tasks
 from deltastore.checkpoint import Checkpoint
 from deltastore.console import identify_base, progress_bar, rounded
 from deltastore.errors import CheckpointError, StorageFull, UsageError, shown
 from deltastore.format.artifact import Artifact
 from deltastore.format.validate import check_artifact, check_base
+from deltastore.hub import checkpoint_directory
 
 if TYPE_CHECKING:
     from compressor.decoder.weights import Weights
 
-BATCH_TOKENS = 4096  # tokens of one forward
 SEED = 0x5EED  # of sampled text; not the default of `compress`, so the delta was not fitted to the same text
 MODELS = ("base", "finetune", "delta")
-RivalName = Literal["lora"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +53,7 @@ class EvalConfig:
     rival: RivalName | None = None  # measured on the text too, and not in tasks
 
     def __post_init__(self) -> None:
-        if self.rival not in (None, *get_args(RivalName)):
-            raise UsageError(f"`rival` {self.rival!r}: give 'lora'")
-
-
-@dataclass(frozen=True, slots=True)
-class Rival:
-    """The distance from the fine-tune of a LoRA that has no more bytes than the artifact."""
-
-    fidelity: Fidelity
-    rank: int  # of every matrix that has as many rows and columns
-    num_raised: int  # matrices with one rank more
-    num_adapted: int  # matrices in all
-    size_bytes: int
-    artifact_bytes: int
-    kept: float | None  # as `Evaluation.kept`
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": "lora",
-            **self.fidelity.as_json(),
-            "kept": _rounded(self.kept),
-            "rank": self.rank,
-            "num_raised": self.num_raised,
-            "num_adapted": self.num_adapted,
-            "size_bytes": self.size_bytes,
-            "artifact_bytes": self.artifact_bytes,
-        }
+        check_rival(self.rival)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +70,13 @@ class Evaluation:
     @property
     def kept(self) -> float | None:
         """The recovered gain, ``1 - KL(delta) / KL(base)``; None if base and fine-tune agree."""
-        return _kept(self.delta, self.base)
+        return recovered_gain(self.delta.kl, self.base.kl)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "base": self.base.as_json(),
             "delta": self.delta.as_json(),
-            "kept": _rounded(self.kept),
+            "kept": None if self.kept is None else rounded(self.kept),
             "num_sequences": self.num_sequences,
             "foreign": list(self.foreign),
             "tasks": {
@@ -113,14 +85,6 @@ class Evaluation:
             },
             **({} if self.rival is None else {"rival": self.rival.as_json()}),
         }
-
-
-def _kept(model: Fidelity, base: Fidelity) -> float | None:
-    return 1 - model.kl / base.kl if base.kl else None
-
-
-def _rounded(kept: float | None) -> float | None:
-    return None if kept is None else rounded(kept)
 
 
 def evaluate(config: EvalConfig) -> Evaluation:
@@ -155,23 +119,11 @@ def _evaluate(config: EvalConfig, directories: Sequence[Path]) -> Evaluation:
             students = (base_with_added_rows(pairs), variant, *([] if lora is None else [lora.weights]))
             num_sequences, (of_base, of_delta, *of_lora) = _measure(finetune, students, config)
         foreign = tuple(_foreign(pairs, artifact))
-        rival = None if lora is None else _rival(lora, artifact, of_lora[0], of_base)
+        rival = None if lora is None else Rival.of(lora, artifact, of_lora[0], of_base.kl)
     # Its factors are as large as the delta, and tasks load whole models.
     del lora, students
     scores = {} if tasks is None else _scores(tasks, directories, config)
     return Evaluation(of_base, of_delta, num_sequences, foreign, scores, rival)
-
-
-def _rival(lora: Lora, artifact: Artifact, fidelity: Fidelity, base: Fidelity) -> Rival:
-    return Rival(
-        fidelity,
-        lora.ranks.rank,
-        len(lora.ranks.raised),
-        lora.num_matrices,
-        lora.size_bytes,
-        artifact.size_bytes,
-        _kept(fidelity, base),
-    )
 
 
 def _device() -> torch.device:

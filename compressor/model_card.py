@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from compressor.sources import HUB_ID
+from compressor.rival import Rival
 from compressor.tasks import Example
 from compressor.writer import DeltaFile, WrittenDelta
 from deltastore.console import size_text
@@ -31,6 +31,7 @@ from deltastore.format.artifact import Artifact
 from deltastore.format.manifest import TensorSpec
 from deltastore.format.matrix import AXES
 from deltastore.format.sizes import KINDS, extra_bytes, files_bytes, tensor_bytes
+from deltastore.hub import repo_of
 
 CARD = "README.md"
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -95,9 +96,12 @@ class DeltaFacts:
     tensors: Sequence[TensorFacts]
     sizes: Mapping[str, int]  # bytes by `KINDS`, and `overhead` for header and padding
     examples: Sequence[Example]
+    rival: Rival | None = None
 
     @classmethod
-    def of(cls, written: DeltaFile, finetune_id: str, examples: Sequence[Example]) -> DeltaFacts:
+    def of(
+        cls, written: DeltaFile, finetune_id: str, examples: Sequence[Example], rival: Rival | None = None
+    ) -> DeltaFacts:
         with Artifact.open(written.out) as artifact:
             by_name = {name: tensor_bytes(artifact, name) for name in written.manifest.tensors}
             sizes = {kind: sum(size.get(kind, 0) for size in by_name.values()) for kind in KINDS}
@@ -107,7 +111,7 @@ class DeltaFacts:
                 TensorFacts.of(name, spec, sum(size.values()), extra_bytes(artifact, name))
                 for (name, spec), size in zip(written.manifest.tensors.items(), by_name.values(), strict=True)
             ]
-        return cls(written, finetune_id, tensors, sizes, examples)
+        return cls(written, finetune_id, tensors, sizes, examples, rival)
 
 
 def by_module(tensors: Iterable[TensorFacts]) -> dict[str, list[TensorFacts]]:
@@ -191,7 +195,8 @@ def model_card(facts: DeltaFacts) -> ModelCard:
         finetune=code(facts.finetune_id),
         commands=commands,
         identity=_identity(facts),
-        **_fidelity(manifest.fidelity),
+        **_fidelity(manifest.fidelity, facts.rival),
+        rival=_rival(facts.rival),
         gaussian_error=f"{GAUSSIAN_ERROR:.2f}",
         examples="\n\n".join(map(_example, facts.examples)),
         sizes=_sizes(facts),
@@ -221,7 +226,7 @@ def _metadata(facts: DeltaFacts) -> ModelCardData:
     ]
     return ModelCardData(
         # The hub refuses anything but a hub id, and a name without an owner may be that of a directory.
-        base_model=base_id if "/" in base_id and HUB_ID.fullmatch(base_id) else None,
+        base_model=repo_of(base_id),
         library_name="peraxis",
         tags=["peraxis", "delta", "1-bit"],
         model_name=visible(facts.written.out.name) if results else None,
@@ -248,11 +253,12 @@ def _identity(facts: DeltaFacts) -> str:
     return table(("", ""), rows.items())
 
 
-def _fidelity(facts: Mapping[str, Any]) -> dict[str, str]:
+def _fidelity(facts: Mapping[str, Any], rival: Rival | None) -> dict[str, str]:
     delta, base = facts.get("held_out"), facts.get("base")
+    lora = None if rival is None else rival.fidelity.as_json()
     rows = [
         (model, _text(row, "kl"), _text(row, "agreement", ".2%"), _text(row, "perplexity"))
-        for model, row in (("base", base), ("delta", delta))
+        for model, row in (("base", base), ("delta", delta), ("LoRA", lora))
         if row
     ]
     rows.append(("fine-tune", "0", "100%", _text(delta, "perplexity_finetune")))
@@ -265,6 +271,17 @@ def _fidelity(facts: Mapping[str, Any]) -> dict[str, str]:
         "kept": f"{1 - ours / theirs:.2%}" if ours is not None and theirs else "",
         "weight_error": _text(facts, "weight_error") if "weight_error" in facts else "",
     }
+
+
+def _rival(rival: Rival | None) -> str:
+    """Return one sentence about a LoRA of as many bytes."""
+    if rival is None:
+        return ""
+    gain = "" if rival.kept is None else f", which goes {rival.kept:.2%} of that way"
+    return (
+        f"LoRA is one of no more bytes ({size_text(rival.size_bytes)}), by truncated SVD of the same "
+        f"{rival.num_adapted} matrices: rank {rival.rank}, and {rival.rank + 1} in {rival.num_raised} of them{gain}."
+    )
 
 
 def _example(example: Example) -> str:

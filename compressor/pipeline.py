@@ -43,7 +43,8 @@ from compressor.pairs import (
     pair_up,
 )
 from compressor.resume import CheckpointStore, open_checkpoint_store
-from compressor.sources import checkpoint_directory, own_files
+from compressor.rival import Rival, measured_rival
+from compressor.sources import own_files
 from compressor.writer import DeltaContents, WrittenDelta, write_delta
 from deltastore.architecture import POSITIONS, architecture
 from deltastore.base import Base
@@ -53,6 +54,7 @@ from deltastore.errors import FidelityError
 from deltastore.format.artifact import Artifact, ArtifactWriter
 from deltastore.format.manifest import Manifest
 from deltastore.format.sizes import FP16_BYTES, OneBitPlan, coded_names, one_bit_plan
+from deltastore.hub import checkpoint_directory
 from deltastore.memory import return_freed_memory
 
 # For types alone, because it imports transformers, which takes seconds.
@@ -66,10 +68,11 @@ SOLVERS = {"ours": "lstsq", "paper": "adamw"}  # by recipe, their names in a man
 
 @dataclass(frozen=True, slots=True)
 class CompressResult(WrittenDelta):
-    """A written delta and what it cost, the model card apart."""
+    """A written delta and what it cost, the rival and the model card apart."""
 
     seconds: float
     peak_memory_bytes: int  # growth of the process's peak resident memory
+    rival: Rival | None = None  # where it was asked for
 
     @property
     def kl(self) -> float | None:
@@ -79,7 +82,8 @@ class CompressResult(WrittenDelta):
 
     def as_json(self) -> dict[str, Any]:
         cost = {"seconds": self.seconds, "peak_memory_bytes": self.peak_memory_bytes}
-        return {**WrittenDelta.as_json(self), **cost}
+        rival = {} if self.rival is None else {"rival": self.rival.as_json()}
+        return {**WrittenDelta.as_json(self), **cost, **rival}
 
 
 class OpenedBase:
@@ -148,8 +152,61 @@ def compress(config: CompressConfig, opened: OpenedBase | None = None) -> Compre
             # Linux counts resident pages by processor and may read low.
             peak_memory_bytes=max(0, _peak_memory_bytes() - memory),
         )
-        if config.report is not None:
-            _write_card(config, config.report, pairs, result, test_text)
+        return _beside_rival(config, pairs, result, test_text)
+
+
+def measure_rival(config: CompressConfig, opened: OpenedBase) -> CompressResult:
+    """Measure the rival of an artifact that `compress` made of the same settings without it, and write the card anew.
+
+    The text is had again, which takes as long as it took then.
+
+    Raises:
+        CheckpointError, UsageError: as `compress`.
+    """
+    started = time.perf_counter()
+    assert config.fit_settings is not None
+    with finetune_directory(config.finetune, opened.directory) as directory:
+        pairs = _pairs(config, opened, directory)
+        memory = _peak_memory_bytes()
+        test_text = _test_text(config.fit_settings, pairs)
+        with Artifact.open(config.out) as artifact:
+            result = CompressResult(
+                out=config.out,
+                digest=artifact.digest(),
+                artifact_bytes=artifact.size_bytes,
+                full_bytes=FP16_BYTES * pairs.num_weights,
+                num_unchanged=len(pairs.tensors) - len(artifact.manifest.tensors),
+                manifest=artifact.manifest,
+                seconds=time.perf_counter() - started,
+                peak_memory_bytes=max(0, _peak_memory_bytes() - memory),
+            )
+        return _beside_rival(config, pairs, result, test_text)
+
+
+def _test_text(fit_settings: FitSettings, pairs: Pairs) -> Sequence[Tensor]:
+    """Return the text that a fit of the same settings measures fidelity on."""
+    # Deferred, because they import transformers, which takes seconds.
+    from compressor.decoder.decoder import Decoder
+    from compressor.fit.calibration import calibration_text, split_text
+
+    decoder = Decoder(finetune_with_own_head(pairs), fit_settings.torch_device(), torch.float32)
+    sequences = calibration_text(fit_settings.calibration, decoder, base=pairs.base.path)
+    _, _, test = split_text(sequences)
+    return test
+
+
+def _beside_rival(
+    config: CompressConfig, pairs: Pairs, result: CompressResult, test_text: Sequence[Tensor]
+) -> CompressResult:
+    """Measure the rival and write the card, where they are asked for."""
+    if config.rival is not None and config.fit_settings is not None:
+        base_kl = float(result.manifest.fidelity["base"]["kl"])
+        device = config.fit_settings.torch_device()
+        with Artifact.open(config.out) as artifact:
+            rival = measured_rival(pairs, artifact, test_text, base_kl, device, config.progress)
+        result = replace(result, rival=rival)
+    if config.report is not None:
+        _write_card(config, config.report, pairs, result, test_text)
     return result
 
 
@@ -243,7 +300,11 @@ def _contents(
 
 
 def _write_card(
-    config: CompressConfig, directory: Path, pairs: Pairs, written: WrittenDelta, test_text: Sequence[Tensor]
+    config: CompressConfig,
+    directory: Path,
+    pairs: Pairs,
+    written: CompressResult,
+    test_text: Sequence[Tensor],
 ) -> None:
     """Write the model card, with continuations of test text if there is any."""
     # Deferred, because it imports transformers, which takes seconds.
@@ -254,7 +315,7 @@ def _write_card(
     with Artifact.open(config.out) as artifact:
         base, delta = base_with_added_rows(pairs), DeltaModel(pairs.base, artifact)
         shown = examples(base, pairs.finetune, delta, test_text[:NUM_EXAMPLES], device)
-    write_card(directory, DeltaFacts.of(written, finetune_id, shown))
+    write_card(directory, DeltaFacts.of(written, finetune_id, shown, written.rival))
 
 
 def _fit(

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from compressor.decoder.weights import DeltaModel, Overlay, weight_with_delta
+from compressor.fidelity import Fidelity, fidelity
 from compressor.pairs import ExpertPair, Pairs, TensorPair
-from deltastore.console import progress_bar
+from deltastore.console import progress_bar, rounded
+from deltastore.format.artifact import Artifact
 from deltastore.format.sizes import FP16_BYTES, tensor_bytes
 
 # The exact decomposition of a square matrix of this size takes a second on one core.
 LARGEST_EXACT = 1024
+BATCH_TOKENS = 4096  # tokens of one forward
 OVERSAMPLED, POWER_ITERATIONS = 16, 4  # of the randomised decomposition of larger ones
 
 
@@ -40,6 +44,71 @@ class Lora:
     num_matrices: int
     # Of the artifact, with the LoRA's factors in place of signs, scales and low-rank residuals.
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """The distance from the fine-tune of a LoRA that has no more bytes than the artifact."""
+
+    fidelity: Fidelity
+    rank: int  # of every matrix that has as many rows and columns
+    num_raised: int  # matrices with one rank more
+    num_adapted: int  # matrices in all
+    size_bytes: int
+    artifact_bytes: int
+    kept: float | None  # as `recovered_gain`
+
+    @classmethod
+    def of(cls, lora: Lora, artifact: Artifact, measured: Fidelity, base_kl: float) -> Self:
+        return cls(
+            measured,
+            lora.ranks.rank,
+            len(lora.ranks.raised),
+            lora.num_matrices,
+            lora.size_bytes,
+            artifact.size_bytes,
+            recovered_gain(measured.kl, base_kl),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "kind": "lora",
+            **self.fidelity.as_json(),
+            "kept": None if self.kept is None else rounded(self.kept),
+            "rank": self.rank,
+            "num_raised": self.num_raised,
+            "num_adapted": self.num_adapted,
+            "size_bytes": self.size_bytes,
+            "artifact_bytes": self.artifact_bytes,
+        }
+
+
+def recovered_gain(kl: float, base_kl: float) -> float | None:
+    """Return ``1 - KL / KL of the base``; None if base and fine-tune agree."""
+    return 1 - kl / base_kl if base_kl else None
+
+
+def measured_rival(
+    pairs: Pairs,
+    artifact: Artifact,
+    text: Sequence[Tensor],  # [tokens] int64 each
+    base_kl: float,
+    device: torch.device,
+    progress: bool,
+) -> Rival:
+    """Extract the LoRA and measure it on the text that the artifact's fidelity was measured on.
+
+    Raises:
+        CheckpointError: as `lora_of`, or logits that are not finite.
+    """
+    # Deferred, because they import transformers, which takes seconds.
+    from compressor.decoder.decoder import Decoder
+    from compressor.fit.calibration import batched
+
+    lora = lora_of(pairs, DeltaModel(pairs.base, artifact), device, progress)
+    teacher, student = (Decoder(each, device, torch.float32) for each in (pairs.finetune, lora.weights))
+    measured = fidelity(teacher, student, batched(text, BATCH_TOKENS))
+    return Rival.of(lora, artifact, measured, base_kl)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,6 +5,7 @@ Reads headers and `config.json`. Must not depend on how deltas are coded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ from deltastore.format.header import MAX_NAME_CHARS
 if TYPE_CHECKING:
     from deltastore.checkpoint import Checkpoint
     from deltastore.fingerprint import Fingerprints
+
+# The end of a directory in huggingface_hub's cache.
+SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +59,10 @@ class Base:
 
         known = fingerprints or fingerprints_of(checkpoint, cache, progress)
         shapes = checkpoint.shapes()
-        name = str(checkpoint.config.get("_name_or_path") or checkpoint.path.resolve().name)
+        name = str(checkpoint.config.get("_name_or_path") or "")
         if len(name.split("/")) != 2 or name.startswith((".", "~")):
             # Not a hub id but a local path, which may be private.
-            name = checkpoint.path.resolve().name
+            name = _name_of(checkpoint.path.resolve())
         return cls(
             id="".join(filter(str.isprintable, name))[:MAX_NAME_CHARS],
             fingerprint=known.own,
@@ -72,3 +76,9 @@ class Base:
     def is_named(self, fingerprint: str) -> bool:
         """True for the base's fingerprint, and for those that older versions gave it, which artifacts may hold."""
         return fingerprint == self.fingerprint or fingerprint in self.former
+
+
+def _name_of(directory: Path) -> str:
+    """Return the name of a directory, or the hub's id of a model in huggingface_hub's cache."""
+    cached = SNAPSHOT.fullmatch("/".join(directory.parts[-3:]))
+    return directory.name if cached is None else cached[1].replace("--", "/", 1)

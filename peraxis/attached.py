@@ -212,7 +212,7 @@ def _checked_base(text: TextModel, base: str | Path) -> Base:
         CheckpointError: The directory cannot be read.
     """
     # Deferred: it takes time, and most calls need no base.
-    from compressor.sources import checkpoint_directory
+    from deltastore.hub import checkpoint_directory
 
     checkpoint = Checkpoint.open(checkpoint_directory(str(base)))
     own = Base.of(checkpoint)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from deltastore.errors import UsageError
 
 if TYPE_CHECKING:
-    from compressor.config import RecipeName
+    from compressor.config import RecipeName, RivalName
     from compressor.convert.merge import DtypeName
-    from compressor.evaluation import Evaluation, RivalName
+    from compressor.evaluation import Evaluation
     from peraxis.artifact import Artifact
     from peraxis.attached import Attached
 

@@ -17,7 +17,7 @@ import torch
 from deltastore.base import Base
 from deltastore.checkpoint import Checkpoint
 from deltastore.console import Diagnosis, diagnose, identify_base, size_text
-from deltastore.errors import NotServable, PeraxisError, RegistryError, UsageError
+from deltastore.errors import CheckpointError, NotServable, PeraxisError, RegistryError, UsageError
 from deltastore.format.sizes import one_bit_plan
 from deltastore.memory import available_bytes
 from deltastore.registry import Registry
@@ -71,7 +71,7 @@ def check_machine(loaded: LoadedSettings) -> list[Diagnosis]:
 
 
 def _check_base(found: list[Diagnosis], settings: Settings, device: torch.device | None) -> Base | None:
-    checkpoint = _attempt(found, "base", lambda: Checkpoint.open(settings.base))
+    checkpoint = _attempt(found, "base", lambda: Checkpoint.open(_base_directory(settings.base)))
     if checkpoint is None:
         return None
     base = _attempt(found, "base", lambda: identify_base(checkpoint, True))
@@ -81,6 +81,27 @@ def _check_base(found: list[Diagnosis], settings: Settings, device: torch.device
     if device is not None:
         found.append(diagnose("capacity", lambda: check_capacity(base, checkpoint, settings, device)))
     return base
+
+
+def _base_directory(base: Path) -> Path:
+    """Return the directory of a base, that of a hub's in the cache.
+
+    Raises:
+        CheckpointError: the hub has no such model, or the cache lacks some of it.
+    """
+    if base.is_dir():
+        return base
+    # Deferred: few servers take their base from a hub.
+    from deltastore.hub import find_on_hub
+
+    model = find_on_hub(str(base))
+    if model.missing_bytes:
+        total = size_text(sum(model.files.values()))
+        raise CheckpointError(
+            f"{model}: {size_text(model.missing_bytes)} of {total} are not in huggingface_hub's cache: run `peraxis "
+            "serve` without --check, which fetches them at start"
+        )
+    return model.fetch_all()
 
 
 def _check_registry(found: list[Diagnosis], location: str, base: Base | None) -> None:

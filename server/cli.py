@@ -141,6 +141,10 @@ def serve(
     # Before a server makes a registry there.
     if not is_bucket(loaded.settings.registry):
         check_place(Path(loaded.settings.registry))
+    if not loaded.settings.base.is_dir():
+        from deltastore.hub import checkpoint_directory
+
+        loaded = loaded.with_base(checkpoint_directory(str(loaded.settings.base)))
     if loaded.settings.engine == "inline":
         from server.inline import run_inline
 

@@ -18,6 +18,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from server.tenants.tenant import LimitsSetting, TenantLimits
 
@@ -60,7 +61,12 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     base: Annotated[
-        DirectoryPath, Field(description="Directory of the base's Hugging Face checkpoint."), Flag(BASE)
+        Path,
+        Field(
+            description="Directory of the base's Hugging Face checkpoint, or a hub id as ORG/NAME or ORG/NAME@REV, "
+            "which is fetched at start."
+        ),
+        Flag(BASE, metavar="DIR|HF_ID"),
     ]
     registry: Annotated[
         str,
@@ -356,6 +362,13 @@ class Settings(BaseModel):
             raise ValueError("the path is empty: give a directory")
         return value
 
+    @field_validator("base", mode="after")
+    @classmethod
+    def _check_base(cls, value: Path) -> Path:
+        if not value.is_dir() and not _is_of_hub(value):
+            raise PydanticCustomError("path_not_directory", "Path does not point to a directory")
+        return value
+
     @field_validator("source_dir", mode="before")
     @classmethod
     def _split_directories(cls, value: object) -> object:
@@ -526,6 +539,13 @@ def choices_of(setting: str) -> tuple[str, ...]:
     """Return the values that a setting may have, or () if they are not listed."""
     annotation = Settings.model_fields[setting].annotation
     return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def _is_of_hub(base: Path) -> bool:
+    # Deferred, because importing huggingface_hub takes longer than all settings.
+    from deltastore.hub import repo_of
+
+    return not base.exists() and repo_of(str(base)) is not None
 
 
 def _is_bucket(location: str) -> bool:

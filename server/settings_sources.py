@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,10 @@ class LoadedSettings:
     def is_given(self, name: str) -> bool:
         """True for a setting that is no default."""
         return self.origins[name] != DEFAULT
+
+    def with_base(self, directory: Path) -> LoadedSettings:
+        """Return the same settings with the directory of a base that was given as a hub id."""
+        return replace(self, settings=self.settings.model_copy(update={"base": directory}))
 
     def describe(self) -> str:
         """Return the settings as a TOML configuration file, with each source as a comment and secrets masked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -15,9 +16,13 @@ from xml.etree import ElementTree
 import httpx
 import pytest
 
+from bench.synthetic import LlamaShapes
 from client.http import DEFAULT_URL
 from compressor.config import CompressConfig
 from compressor.pipeline import compress
+from deltastore.format.sizes import one_bit_plan
+from server.engine.build import CUDA_SHARE
+from server.settings import Settings
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, make_pair, make_tokenizer
 from tests.server.helpers.live_server import WAIT_S, clean_environment
 
@@ -185,3 +190,46 @@ def test_the_two_pictures_of_the_readme_differ_in_colours_alone() -> None:
     assert len({re.sub(r"#[0-9a-f]{6}", "", picture) for picture in pictures}) == 1
     for picture in pictures:
         assert ElementTree.fromstring(picture).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+# Llama-3.1's.
+SHAPES = {
+    "8B": LlamaShapes(32, hidden=4096, intermediate=14336, kv=1024, vocabulary=128256, head_dim=128),
+    "70B": LlamaShapes(80, hidden=8192, intermediate=28672, kv=1024, vocabulary=128256, head_dim=128),
+}
+
+
+def slots_beside(name: str, cards_gb: float) -> tuple[float, int]:
+    """Return the gigabytes of a KV cache of 16 sequences of 4096 tokens, and the slots that fit beside it and the base.
+
+    As `peraxis serve` divides memory: nine tenths of it, and 1.15 artifacts a slot.
+    """
+    shapes = SHAPES[name]
+    plan = one_bit_plan(dict(shapes.tensors()))
+    kv_bytes = 16 * 4096 * 2 * shapes.num_layers * shapes.kv * 2
+    slot_bytes = plan.device_bytes * Settings.model_fields["slot_headroom"].default
+    left = cards_gb * 1e9 * CUDA_SHARE - plan.full_bytes - kv_bytes
+    return kv_bytes / 1e9, int(left // slot_bytes)
+
+
+def test_the_cost_of_a_variant_and_the_slots_of_a_card_are_computed_from_the_format() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    costs = {name: one_bit_plan(dict(shapes.tensors())) for name, shapes in SHAPES.items()}
+    gigabytes = [f"{plan.device_bytes / 1e9:.2f} GB" for plan in costs.values()]
+    assert f"Llama-3.1-8B / 70B | {' / '.join(gigabytes)} | |" in README
+    slots = slots_beside("8B", 80)[1], slots_beside("70B", 2 * 141)[1]
+    assert f"8B on one card of 80 GB / 70B on two of 141 GB | {slots[0]} / {slots[1]} | |" in README
+    rows = re.findall(
+        r"^\| Llama-3.1-(8B|70B)[^|]* \| ([\d.]+) GB \| ([\d× ]+) GB \| (\d+) \|$", page, re.MULTILINE
+    )
+    assert len(rows) == 5
+    for name, kv_gb, cards, number in rows:
+        found_gb, found = slots_beside(name, math.prod(map(int, cards.split("×"))))
+        assert (f"{found_gb:.1f}", found) == (kv_gb, int(number))
+    whole = one_bit_plan(dict(SHAPES["70B"].tensors()), embeddings=False)
+    full = whole.full_bytes / 1e9
+    one, other = (
+        f"{plan.device_bytes / 1e9:.2f} GB ({plan.full_bytes / plan.device_bytes:.1f}x)"
+        for plan in (costs["70B"], whole)
+    )
+    assert f"| Llama-3.1-70B | {one} | {other} | {full:.2f} GB |" in page

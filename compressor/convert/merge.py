@@ -27,7 +27,7 @@ from compressor.convert.merge_kernel import merge_delta, merge_rows
 from compressor.decoder.weights import DeltaModel
 from compressor.outputs import check_free_disk, check_not_an_input
 from compressor.pairs import is_finite
-from compressor.sources import TOKEN_IDS, checkpoint_directory, is_template, tokenizer_files, usable_ids
+from compressor.sources import TOKEN_IDS, is_template, tokenizer_files, usable_ids
 from deltastore.checkpoint import DTYPE_NAME, INDEX_FILE, SINGLE_FILE, TORCH_DTYPE, Checkpoint, StoredTensor
 from deltastore.console import byte_progress, identify_base
 from deltastore.errors import StorageFull, UsageError, shown
@@ -36,6 +36,7 @@ from deltastore.format.files import GENERATION_FILE, is_tokenizer_file
 from deltastore.format.header import DTYPE_BYTES, TensorEntry, encode_header, parse_json
 from deltastore.format.layout import FLOATS
 from deltastore.format.validate import check_artifact, check_base
+from deltastore.hub import checkpoint_directory
 
 MAX_SHARD_BYTES = 5_000_000_000
 

@@ -18,8 +18,9 @@ from compressor.decoder.decoder import Decoder
 from compressor.decoder.sampling import sample
 from compressor.fit.record_files import file_records
 from compressor.fit.records import Chat, Completion, parse_record
-from compressor.sources import HUB_ID, has_tokenizer, load_tokenizer
+from compressor.sources import has_tokenizer, load_tokenizer
 from deltastore.errors import CheckpointError, UsageError, failures_as
+from deltastore.hub import HUB_ID
 
 MIN_SEQUENCES = (
     16  # of given text; validation and test text take 8, and fewer than 8 say little of a distribution

@@ -33,19 +33,13 @@ from compressor.config import CompressConfig
 from compressor.outputs import check_free_disk
 from compressor.pairs import check_architecture
 from compressor.pipeline import CompressResult, compress
-from compressor.sources import (
-    HubModel,
-    checkpoint_directory,
-    find_on_hub,
-    has_tokenizer,
-    is_hub_id,
-    load_tokenizer,
-)
+from compressor.sources import has_tokenizer, load_tokenizer
 from deltastore.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
 from deltastore.console import size_text, table
 from deltastore.errors import CheckpointError, MemoryTooSmall, PeraxisError, UsageError
 from deltastore.format.header import parse_json
 from deltastore.format.sizes import one_bit_plan
+from deltastore.hub import HubModel, checkpoint_directory, find_on_hub, is_hub_id
 from deltastore.memory import available_bytes
 from deltastore.registry.records import NAME, RESERVED
 from deltastore.servable import own_dtype, servable_model
@@ -167,7 +161,7 @@ def try_pair(pair: OwnPair, progress: Progress) -> None:
 def variant_name(finetune: str) -> str:
     """Return a valid name of a variant after a directory or a hub id."""
     path = Path(finetune)
-    last = path.resolve().name if path.is_dir() else finetune.rpartition("/")[2]
+    last = path.resolve().name if path.is_dir() else finetune.partition("@")[0].rpartition("/")[2]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", last).lstrip("._-")[:64]
     return name if NAME.fullmatch(name) and name not in RESERVED else "my-finetune"
 
@@ -208,9 +202,8 @@ def _fetched(pair: OwnPair, progress: Progress) -> Path:
         )
     try:
         for model in sources.values():
-            where = f"of {size_text(sum(model.files.values()))}; the rest is in the cache"
-            progress(f"fetching {model.id} from the hub: {size_text(model.missing_bytes)} {where}")
-            checkpoint_directory(model.id)
+            progress(model.size_line())
+            model.fetch_all()
     except BaseException:
         progress(f"what was fetched stays in {constants.HF_HUB_CACHE} and is not fetched again")
         raise
@@ -222,9 +215,7 @@ def _check_pair(pair: OwnPair, sources: Mapping[str, HubModel], progress: Progre
     progress("checking both configurations")
     for found in sources.values():
         if not any(name.endswith(".safetensors") for name in found.files):
-            raise CheckpointError(
-                f"{found.id}: it has no safetensors files on the hub: give a model that has"
-            )
+            raise CheckpointError(f"{found}: it has no safetensors files on the hub: give a model that has")
     base_config = _file(pair.base, sources, "config.json")
     try:
         model = servable_model(base_config.parent)

@@ -43,12 +43,16 @@ export function quantile(durations, bounds, share) {
   return null;
 }
 
+const nameOf = (variant) => `${variant.tenant}/${variant.name}`;
+
 export class Live {
   constructor() {
     this.stats = null;
     this.times = []; // seconds, of this browser's clock
     this.series = Object.fromEntries(SERIES.map((name) => [name, []]));
-    this.kept = []; // the documents of the last minute, oldest first
+    // What rates need of the documents of the last minute, oldest first; tokens by variant for the last seconds alone,
+    // because there may be thousands of variants.
+    this.kept = [];
     this.first = null; // the first document of this server's run
     this.failure = null; // an ApiError while the server does not answer
     this.failedAt = null;
@@ -82,11 +86,10 @@ export class Live {
   /** Rates of a variant's tokens, by label, over the last seconds. */
   rateOf(variant) {
     const newest = this.kept.at(-1);
-    const oldest = this.kept.find((each) => newest.at - each.at <= RECENT_S) ?? newest;
-    const key = (each) => each.tenant === variant.tenant && each.name === variant.name;
-    const before = oldest?.variants.find(key);
+    const oldest = this.kept.find((each) => each.tokens);
+    const before = oldest?.tokens.get(nameOf(variant));
     const seconds = newest ? newest.at - oldest.at : 0;
-    return before && seconds > 0 ? Math.max(0, (variant.tokens - before.tokens) / seconds) : null;
+    return before !== undefined && seconds > 0 ? Math.max(0, (variant.tokens - before) / seconds) : null;
   }
 
   _next(delay) {
@@ -143,7 +146,9 @@ export class Live {
     });
     this.stats = stats;
     this.failure = this.failedAt = null;
-    this.kept.push(stats);
+    const tokens = new Map(stats.variants.map((each) => [nameOf(each), each.tokens]));
+    this.kept.push({ at: stats.at, first_token: stats.first_token, tokens });
+    for (const each of this.kept) if (stats.at - each.at > RECENT_S) each.tokens = null;
     while (this.kept.length > 1 && stats.at - this.kept[0].at > 60) this.kept.shift();
   }
 

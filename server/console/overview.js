@@ -8,6 +8,8 @@ import {
 } from "./ui.js";
 
 const CHANGES_MS = 5000;
+// Rows of the table of loaded versions; a host cache may hold thousands.
+const SHOWN = 100;
 
 export function Overview() {
   const { stats, forbidden, failure } = useLive();
@@ -120,9 +122,10 @@ function Loaded({ stats }) {
   const next = new Set(leaving(stats).map(labelOf));
   const own = actingFor() || session.me.tenant;
   const hasOthers = stats.variants.some((each) => each.tenant !== own);
-  const shown = [...stats.variants].reverse();
+  const number = stats.variants.length;
+  const shown = stats.variants.slice(-SHOWN).reverse();
   return html`<${Panel} title="Loaded" class="loaded" flush
-    aside=${shown.length ? `${shown.length} in memory, used last first` : ""}>
+    aside=${number ? `${count(number)} in memory, used last first` : ""}>
     ${shown.length
       ? html`<table aria-label="Versions in memory">
           <thead><tr><th>Variant</th><th>Where</th><th class="num">Requests</th><th class="num">Tok/s</th><th class="num">Size</th></tr></thead>
@@ -140,6 +143,7 @@ function Loaded({ stats }) {
                 <td class="num">${bytes(each.device_bytes)}</td>
               </tr>`,
             )}
+            ${number > SHOWN && html`<tr><td colspan="5" class="muted">and ${count(number - SHOWN)} more, used before these</td></tr>`}
           </tbody>
         </table>`
       : html`<${Empty} title="No variant is in memory">A request loads its variant, and <a href="#/variants">Load</a> does so before.</${Empty}>`}

@@ -96,7 +96,7 @@ function Side({ side, model, answer, parting, onModel }) {
       ${answer?.digest && html`<span class="tag mono" title=${answer.digest}>${answer.digest.replace("sha256:", "").slice(0, 12)}</span>`}
       ${answer?.was && html`<span class=${cls("tag", answer.was === "device" ? "good" : "cold")}>${answer.was === "device" ? "warm" : `cold, from ${answer.was === "host" ? "host memory" : "disk"}`}</span>`}
     </header>
-    <div class="answer" aria-live="off" dir="auto">
+    <div class="answer" tabindex="0" aria-live="off" dir="auto">
       ${answer?.failure
         ? html`<p class="failure" role="alert">${answer.failure.message}</p>`
         : answer

@@ -61,9 +61,15 @@ export function Level({ level, pinned }) {
 }
 
 export function Panel({ title, aside, children, class: extra, flush }) {
+  const body = useRef();
+  // What scrolls is reached by the keyboard, in browsers that leave this to the page, too.
+  useLayoutEffect(() => {
+    if (body.current.scrollHeight > body.current.clientHeight) body.current.tabIndex = 0;
+    else body.current.removeAttribute("tabindex");
+  });
   return html`<section class=${cls("panel", extra)} aria-label=${title}>
     <header><h2>${title}</h2>${aside && html`<div class="aside">${aside}</div>`}</header>
-    <div class=${cls("body", flush && "flush")}>${children}</div>
+    <div class=${cls("body", flush && "flush")} ref=${body}>${children}</div>
   </section>`;
 }
 
@@ -294,7 +300,7 @@ function MinuteTable({ label, lines, format }) {
   };
   return html`<details class="minutes">
     <summary>Table</summary>
-    <div class="scroll">
+    <div class="scroll" tabindex="0">
       <table aria-label=${`${label}, means by the minute`}>
         <thead><tr><th>Minute</th>${lines.map((line) => html`<th class="num">${line.name}</th>`)}</tr></thead>
         <tbody>

@@ -95,6 +95,10 @@ def _life(settings: Settings) -> dict[str, Any]:
 
 
 def _check(settings: Settings) -> None:
+    if not settings.base.is_dir():
+        raise SettingsError(
+            f"base is {settings.base}, and Ray Serve starts engines on any node: give a directory that all nodes have"
+        )
     if settings.admin_port is not None:
         raise SettingsError("admin_port is set, and Ray Serve has one port: use --auth keys and leave it out")
     if settings.http_workers != 1:

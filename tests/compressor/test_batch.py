@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -347,6 +348,78 @@ def test_what_a_killed_run_fetched_is_used_and_removed_by_the_next(
         path for way, path in asked if way == "GET" and "beta" in path and path.endswith("model.safetensors")
     ]
     assert weights_in(tmp_path / "cache") == []
+
+
+def test_a_rival_that_is_asked_for_later_is_measured_and_the_delta_is_kept(
+    models: TinyModels, tmp_path: Path, capsys: Captured
+) -> None:
+    one = TinyModels(models.base, models.finetunes[:1])
+    card = {"alpha": {"report": tmp_path / "card"}}
+    before = result_of(batch_file(tmp_path, one, card, **FIT), capsys)["alpha"]
+    assert "rival" not in before
+    artifact = tmp_path / "deltas" / "alpha.safetensors"
+    changed = artifact.stat().st_mtime_ns
+    assert "| LoRA |" not in (tmp_path / "card" / "README.md").read_text()
+
+    file = batch_file(tmp_path, one, card, rival="lora", **FIT)
+    later = result_of(file, capsys)["alpha"]
+    assert (later["state"], artifact.stat().st_mtime_ns) == ("kept", changed)
+    assert later["fidelity"] == before["fidelity"]
+    assert "| LoRA |" in (tmp_path / "card" / "README.md").read_text()
+    # Given again, it is known.
+    (tmp_path / "card" / "README.md").write_bytes(b"the same card")
+    assert result_of(file, capsys)["alpha"]["rival"] == later["rival"]
+    assert (tmp_path / "card" / "README.md").read_bytes() == b"the same card"
+
+    (tmp_path / "anew").mkdir()
+    anew = result_of(batch_file(tmp_path / "anew", one, rival="lora", **FIT), capsys)["alpha"]
+    assert (anew["state"], anew["rival"]) == ("made", later["rival"])
+    assert "rival" not in result_of(batch_file(tmp_path, one, card, **FIT), capsys)["alpha"]
+
+
+def test_the_table_sets_each_delta_beside_its_rival(
+    models: TinyModels, tmp_path: Path, capsys: Captured
+) -> None:
+    two = TinyModels(models.base, models.finetunes[:2])
+    file = str(batch_file(tmp_path, two, {"alpha": {"rival": "lora"}}, **FIT))
+    capsys.readouterr()
+    assert run(["compress", "--all", file, "--no-progress"]) == 0
+    head, *rows = (re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines())
+    assert head == [
+        "NAME", "STATE", "SIZE", "SMALLER", "KL", "AGREEMENT", "GAIN", "LORA KL", "LORA AGREEMENT", "LORA GAIN",
+        "WEIGHT ERROR", "SECONDS", "FILE",
+    ]  # fmt: skip
+    alpha, beta = (dict(zip(head, row, strict=True)) for row in rows)
+    found = result_of(Path(file), capsys)
+    rival, fidelity = found["alpha"]["rival"], found["alpha"]["fidelity"]
+    assert alpha["LORA KL"] == f"{rival['kl']:.3g}"
+    assert alpha["LORA AGREEMENT"] == f"{rival['agreement']:.2%}"
+    assert alpha["LORA GAIN"] == f"{100 * rival['kept']:.2f}%"
+    assert alpha["GAIN"] == f"{100 - 100 * fidelity['held_out']['kl'] / fidelity['base']['kl']:.2f}%"
+    assert {beta[name] for name in head if name.startswith("LORA")} == {"-"}
+
+
+def test_a_fine_tune_of_a_hub_is_made_again_for_another_commit_alone(
+    models: TinyModels, hub: Hub, tmp_path: Path, capsys: Captured
+) -> None:
+    base, tuned = hub.add_directory("base", models.base), hub.add_directory("alpha", models.finetunes[0])
+    (commit,) = hub.repositories[tuned].commits
+    hub.add_commit("alpha", models.finetunes[2], "v2")
+    digests = {}
+    for revision, expected in (
+        (commit, "made"),
+        (commit, "kept"),
+        ("v2", "made"),
+        ("main", "kept"),
+        ("v9", "failed"),
+    ):
+        one = TinyModels(Path(f"{base}@main"), [Path(f"{tuned}@{revision}")])
+        file = batch_file(tmp_path, one, calibration="none")
+        (entry,) = result_of(file, capsys, code=int(expected == "failed")).values()
+        assert entry["state"] == expected, revision
+        digests[revision] = entry["digest"]
+    assert entry["error"].startswith("acme/alpha@v9: the hub has acme/alpha, and no revision 'v9' of it")
+    assert digests[commit] != digests["v2"] == digests["main"]
 
 
 BAD: list[tuple[Callable[[str], str], str]] = [

@@ -132,6 +132,10 @@ def test_the_metadata_has_the_base_and_what_was_measured(tmp_path: Path) -> None
 
 def test_a_base_that_is_no_hub_id_is_not_in_the_metadata(tmp_path: Path) -> None:
     assert card_of(facts_of(model_of(1), base_id="my base"), tmp_path).data.base_model is None
+    # The hub takes no revision there; the commands have it.
+    card = card_of(facts_of(model_of(1), base_id="org/base@v1.0"), tmp_path)
+    assert card.data.base_model == "org/base"
+    assert "--base org/base@v1.0 " in card.text
 
 
 @pytest.mark.parametrize(

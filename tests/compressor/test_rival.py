@@ -12,10 +12,11 @@ from torch import Tensor
 
 import compressor.rival
 import peraxis
-from compressor.config import CompressConfig
+from compressor.config import Calibration, CompressConfig, config_of
 from compressor.decoder.decoder import Decoder
 from compressor.decoder.weights import DeltaModel
 from compressor.fidelity import fidelity
+from compressor.fit.calibration import calibration_text, split_text
 from compressor.pairs import pair_up
 from compressor.pipeline import compress
 from compressor.rival import Lora, common_rank, lora_of, share
@@ -135,6 +136,60 @@ def test_python_has_it_as_an_argument(evaluated: Evaluated) -> None:
     assert peraxis.evaluate(base, finetune, evaluated.delta, text, samples=2).rival is None
     with pytest.raises(UsageError, match="`rival` 'qlora': give 'lora'"):
         peraxis.evaluate(base, finetune, evaluated.delta, text, rival="qlora")  # type: ignore[arg-type]
+
+
+def test_compress_measures_it_on_the_text_of_the_delta_s_fidelity_and_writes_the_same_bytes(
+    evaluated: Evaluated, tmp_path: Path, capsys: Captured
+) -> None:
+    base, finetune = evaluated.models.base, evaluated.models.finetunes[0]
+    options: dict[str, Any] = {"samples": 12, "distill_epochs": 1}
+    plain = compress(config_of(base=str(base), finetune=str(finetune), out=tmp_path / "plain", **options))
+    out, card = tmp_path / "own", tmp_path / "card"
+    flags = ["--samples", "12", "--distill-epochs", "1", "--rival", "lora", "--report", str(card)]
+    command = ["compress", "--base", str(base), "--finetune", str(finetune), "--out", str(out), *flags]
+    result = document(command, capsys)
+    assert out.read_bytes() == (tmp_path / "plain").read_bytes()
+    assert plain.rival is None
+
+    lora, pairs, artifact = opened(base, finetune, out)
+    teacher = Decoder(pairs.finetune, CPU, torch.float32)
+    _, _, test = split_text(calibration_text(Calibration(samples=12), teacher, base=base))
+    on_text = {
+        name: fidelity(teacher, Decoder(weights, CPU, torch.float32), [torch.stack(test)]).as_json()
+        for name, weights in (("delta", DeltaModel(pairs.base, artifact)), ("lora", lora.weights))
+    }
+    assert artifact.manifest.fidelity["held_out"] == pytest.approx(on_text["delta"], rel=1e-3)
+    rival = result["rival"]
+    assert {key: rival[key] for key in on_text["lora"]} == pytest.approx(on_text["lora"], rel=1e-3)
+    base_kl = artifact.manifest.fidelity["base"]["kl"]
+    assert rival["kept"] == pytest.approx(1 - rival["kl"] / base_kl, rel=1e-3)
+    text = (card / "README.md").read_text()
+    assert f"| LoRA | {rival['kl']:.4g} | {rival['agreement']:.2%} | {rival['perplexity']:.4g} |" in text
+    assert f"rank {rival['rank']}, and {rival['rank'] + 1} in {rival['num_raised']} of them" in text
+    assert f"which goes {rival['kept']:.2%} of that way." in text
+
+
+def test_compress_says_it_to_people_and_refuses_it_without_text(
+    evaluated: Evaluated, tmp_path: Path, capsys: Captured
+) -> None:
+    base, finetune = map(str, (evaluated.models.base, evaluated.models.finetunes[0]))
+    command = [
+        "compress",
+        "--base",
+        base,
+        "--finetune",
+        finetune,
+        "--out",
+        str(tmp_path / "o"),
+        "--rival",
+        "lora",
+    ]
+    assert run([*command, "--samples", "12", "--distill-epochs", "0", "--no-progress"]) == 0
+    assert "a LoRA of as many bytes, of rank " in capsys.readouterr().out
+    assert run([*command, "--calibration", "none"]) == 2
+    assert "--rival does nothing without calibration text" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="`rival` 'qlora': give 'lora'"):
+        config_of(base=base, finetune=finetune, out=tmp_path / "o", rival="qlora")
 
 
 def test_a_finetune_whose_difference_has_a_low_rank_is_exact(evaluated: Evaluated, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Programs of Debian's packages that tests run."""
+"""Programs of Debian's packages that tests run, and packages of Python's that they may lack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ def debian_tool(name: str, target: str = "packages") -> str:
 
 def missing(name: str, target: str = "packages") -> NoReturn:
     """Skip a test that needs a program which a target of the Makefile has not installed; in CI, fail."""
-    reason = f"{name} is not installed: run `make {target}` as root"
+    _skip(f"{name} is not installed: run `make {target}` as root")
+
+
+def missing_package(name: str) -> NoReturn:
+    """Skip a test that needs a package of the extra `test` which is not installed; in CI, fail."""
+    _skip(f"{name} is not installed: pip install 'peraxis[test]'")
+
+
+def _skip(reason: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)

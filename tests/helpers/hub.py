@@ -34,6 +34,7 @@ class Repository:
         writer: the token that may write to it; others are answered 403.
         num_cuts: uploads of content that are cut off in the middle, before one is let through.
         failing: status of a request by the last word of its route, such as `commit`.
+        names: of branches and tags, each with its commit; `main` is the newest.
     """
 
     commits: dict[str, dict[str, bytes]]
@@ -42,6 +43,7 @@ class Repository:
     writer: str | None = None
     num_cuts: int = 0
     failing: dict[str, int] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -57,6 +59,10 @@ def commit(content: bytes, name: str = FILE) -> dict[str, dict[str, bytes]]:
 def commit_of(files: Mapping[str, bytes]) -> dict[str, dict[str, bytes]]:
     """Return one commit with these files, named by their contents."""
     return {hashlib.sha1(b"".join(files.values())).hexdigest(): dict(files)}
+
+
+def files_in(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 class Hub:
@@ -78,9 +84,17 @@ class Hub:
 
     def add_directory(self, name: str, directory: Path) -> str:
         """Add the repository `acme/NAME` with the files of a directory, and return its id."""
-        files = {path.name: path.read_bytes() for path in directory.iterdir()}
-        self.repositories[f"acme/{name}"] = Repository(commit_of(files))
+        self.repositories[f"acme/{name}"] = Repository(commit_of(files_in(directory)))
         return f"acme/{name}"
+
+    def add_commit(self, name: str, directory: Path, *names: str) -> str:
+        """Add a commit with the files of a directory, and names of it; return the commit."""
+        added = commit_of(files_in(directory))
+        (commit,) = added
+        repository = self.repositories[f"acme/{name}"]
+        repository.commits.update(added)
+        repository.names.update(dict.fromkeys(names, commit))
+        return commit
 
     def fetched(self) -> set[str]:
         """Return the names of the files that were downloaded, not only asked about."""
@@ -161,7 +175,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(repository.status, {})
             return
         newest = list(repository.commits)[-1]
-        found = {"main": newest}.get(revision, revision)
+        found = {"main": newest, **repository.names}.get(revision, revision)
         if found not in repository.commits:
             self._send(404, {"X-Error-Code": "RevisionNotFound"})
             return
@@ -169,6 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {}, json.dumps({"id": "acme/x", "sha": found, "siblings": siblings}).encode())
 
     def _tree(self, repository: Repository, revision: str) -> None:
+        if revision not in repository.commits:
+            self._send(404, {"X-Error-Code": "RevisionNotFound"})
+            return
         entries = [
             {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
             for name, content in repository.commits[revision].items()

@@ -1,18 +1,27 @@
-"""The programs in examples/ that talk to a server do what they say."""
+"""The programs in examples/ that talk to a server, and the notebook, do what they say."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pair, make_tokenizer
+import peraxis
+from tests.helpers.debian import missing_package
+from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, load_whole, make_pair, make_tokenizer
 from tests.server.helpers.live_server import LiveServer, live_server
 
 ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "examples" / "layer_errors.ipynb"
+# Appended to the notebook.
+PROBE = "import json, sys\nprint(json.dumps([sys.executable, ids.tolist(), errors]))"
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +67,75 @@ def versions(server: LiveServer) -> dict[str, int | None]:
     return {
         variant["name"]: variant["active"] for variant in server.client.get("/variants").json()["variants"]
     }
+
+
+def test_the_notebook_shows_the_error_of_each_matrix_of_the_merged_checkpoint(
+    models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, cells = executed(models, tmp_path, monkeypatch)
+    text = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
+    of_base, of_delta = (
+        float(text.partition(f"{whose} ")[2].split(",")[0].split()[0]) for whose in ("base's", "delta's")
+    )
+    assert 0 < of_delta < of_base
+    assert "the worst matrix is " in text
+    interpreter, ids, errors = json.loads(text.splitlines()[-1])
+    assert Path(interpreter) == Path(sys.executable)
+
+    found = {f"{layer}.{name}": error for layer, row in errors.items() for name, error in row.items()}
+    peraxis.merge(models.base, document, tmp_path / "merged", dtype="float32")
+    assert found == pytest.approx(matrix_errors(models, tmp_path / "merged", torch.tensor(ids)), abs=1e-4)
+
+    shown = [output.data["text/html"] for cell in cells for output in cell.outputs if "data" in output]
+    assert "<svg" in shown[0]
+    assert shown[1].count("<td ") == len(found) > 6
+
+
+def executed(models: TinyModels, directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Any]]:
+    """Run the notebook with a probe beside the files that it names; return the delta and the cells."""
+    try:
+        import nbformat
+        from nbclient import NotebookClient
+    except ImportError:
+        missing_package("nbclient")
+    names = {"base": models.base, "my-finetune": models.finetunes[0]}
+    for name, path in names.items():
+        (directory / name).symlink_to(path)
+    delta = peraxis.compress(
+        models.base, models.finetunes[0], directory / "my.safetensors", calibration="none"
+    )
+    delta.close()
+    # No kernel of the user's in place of this interpreter's.
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(directory / "jupyter"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(notebook))
+    notebook.cells.append(nbformat.v4.new_code_cell(PROBE))
+    NotebookClient(notebook, resources={"metadata": {"path": str(directory)}}).execute()
+    return delta.path, code_cells(notebook)
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@torch.inference_mode()
+def matrix_errors(models: TinyModels, merged: Path, ids: torch.Tensor) -> dict[str, float]:
+    """Return each matrix' output error on its inputs in the fine-tune, as a share of the base's, from the weights."""
+    base, finetune, delta = (
+        {name: each for name, each in load_whole(path).named_modules() if isinstance(each, nn.Linear)}
+        for path in (models.base, models.finetunes[0], merged)
+    )
+    inputs: dict[str, torch.Tensor] = {}
+    model = load_whole(models.finetunes[0])
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda _, args, output, name=name: inputs.__setitem__(name, args[0]))
+    model(ids)
+    errors = {}
+    for name, x in inputs.items():
+        if ".layers." in name:
+            wanted = finetune[name](x)
+            gap = (base[name](x) - wanted).norm()
+            errors[name.partition(".layers.")[2]] = float((delta[name](x) - wanted).norm() / gap)
+    return errors

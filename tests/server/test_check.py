@@ -11,10 +11,12 @@ import obstore
 import pytest
 import torch
 
+from deltastore.hub import checkpoint_directory
 from deltastore.registry import Registry
 from deltastore.registry.object_cache import ObjectCache
 from peraxis.cli import run
 from tests.deltastore.helpers.stored import publish_file, write_stored
+from tests.helpers.hub import asked_hub
 from tests.helpers.s3_server import Bucket
 from tests.server.helpers.live_server import Artifacts, LiveServer
 
@@ -155,6 +157,22 @@ def test_a_base_that_cannot_be_read_stops_only_its_own_checks(tmp_path: Path, ca
     assert (code, checks["base"]["state"]) == (1, "failed")
     assert "capacity" not in checks
     assert checks["registry"]["state"] == "ok"
+
+
+def test_a_base_of_a_hub_is_checked_where_the_cache_has_it_and_is_not_fetched(
+    artifacts: Artifacts, tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with asked_hub(monkeypatch, tmp_path / "cache") as hub:
+        hub.add_directory("base", artifacts.base)
+        hub.add_commit("base", artifacts.base, "v1")
+        code, checks = examined(capsys, "--base", "acme/base@v1")
+        assert (code, checks["base"]["state"]) == (1, "failed")
+        assert checks["base"]["message"].startswith("acme/base@v1: ")
+        assert "are not in huggingface_hub's cache" in checks["base"]["message"]
+        assert not hub.fetched()
+        checkpoint_directory("acme/base@v1")
+        code, checks = examined(capsys, "--base", "acme/base@v1")
+        assert (code, checks["base"]["state"], checks["capacity"]["state"]) == (0, "ok", "ok")
 
 
 def test_a_registry_that_is_a_file_has_failed(tmp_path: Path, capsys: Output) -> None:

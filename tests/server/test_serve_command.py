@@ -10,7 +10,8 @@ import pytest
 
 from peraxis.cli import run
 from server.settings import Settings
-from tests.server.helpers.live_server import Artifacts
+from tests.helpers.hub import asked_hub, running_hub
+from tests.server.helpers.live_server import Artifacts, live_server
 
 
 @pytest.fixture(autouse=True)
@@ -189,3 +190,41 @@ def test_an_empty_path_of_a_flag_is_refused(
     place = ["--base", str(tmp_path), "--registry", str(tmp_path / "r"), "--print-config"]
     assert run(["serve", *place, flag, ""]) != 0
     assert "path is empty: give a directory" in capsys.readouterr().err
+
+
+def test_a_base_of_a_hub_is_fetched_at_start_and_served(artifacts: Artifacts, tmp_path: Path) -> None:
+    with running_hub() as hub:
+        hub.add_directory("base", artifacts.base)
+        commit = hub.add_commit("base", artifacts.base, "v1")
+        environment = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache")}
+        with live_server(
+            Path("acme/base@v1"), tmp_path / "registry", environment=environment, working_directory=tmp_path
+        ) as server:
+            assert "fetching acme/base@v1 from the hub: " in server.log.read_text()
+            assert server.upload("mine", artifacts.plain).status_code == 201
+            assert server.generate("mine", prompt="hello", max_new_tokens=2).status_code == 200
+    assert [path.name for path in (tmp_path / "cache" / "models--acme--base" / "snapshots").iterdir()] == [
+        commit
+    ]
+
+
+def test_a_revision_of_a_base_that_the_hub_lacks_is_named_before_a_registry_is_made(
+    artifacts: Artifacts, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with asked_hub(monkeypatch, tmp_path / "cache") as hub:
+        hub.add_directory("base", artifacts.base)
+        code, line = failed(capsys, "--base", "acme/base@v9", "--registry", tmp_path / "registry")
+    assert code == 1
+    assert line.startswith(
+        "error: acme/base@v9: the hub has acme/base, and no revision 'v9' of it: give a branch"
+    )
+    assert not (tmp_path / "registry").exists()
+
+
+def test_print_config_shows_the_id_of_a_base_and_fetches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with asked_hub(monkeypatch, tmp_path / "cache") as hub:
+        assert run(["serve", "--base", "acme/base@v1", "--registry", "r", "--print-config"]) == 0
+        assert 'base = "acme/base@v1"  # from --base' in capsys.readouterr().out
+        assert hub.requests == []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.server.console.helpers.browser import opened
+from tests.server.console.helpers.browser import Scheme, opened, serious_faults
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
 
 
@@ -375,3 +375,71 @@ def test_limits_of_a_tenant_are_shown_and_set(page: Page, operated: LiveServer) 
     (listed,) = operated.client.get("/tenants").json()["tenants"]
     assert listed["limits"]["max_variants"] == 5000
     assert listed["limits"]["max_running"] is None
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious_in_any_view(
+    browser: Browser, operated: LiveServer, artifacts: Artifacts, scheme: Scheme
+) -> None:
+    name = f"seen-{scheme}"
+    publish(operated, name, artifacts.plain, artifacts.third)
+    assert operated.generate(name, max_new_tokens=4).status_code == 200
+    faults: dict[str, list[str]] = {}
+
+    with opened(browser, operated.url, scheme=scheme, lost=True) as page:
+
+        def look(view: str) -> None:
+            if found := serious_faults(page):
+                faults[view] = found
+
+        expect(page.get_by_role("table", name="Versions in memory")).to_contain_text(name)
+        page.get_by_role("region", name="Tokens per second").get_by_text("Table").click()
+        look("overview")
+        show(page, operated, "variants")
+        expect(page.get_by_role("link", name=name)).to_be_visible()
+        look("variants")
+        page.get_by_role("button", name="Upload…").click()
+        look("upload")
+        page.keyboard.press("Escape")
+        page.get_by_label("Search by name").fill("nothing-has-this")
+        expect(page.get_by_text("No name has this part")).to_be_visible()
+        look("no variants")
+        # The version in force has a background of its own, and tags of each colour.
+        assert operated.client.post(f"/variants/{name}/pin").is_success
+        show(page, operated, f"variants/{name}")
+        expect(row(page, 2).get_by_text("pinned")).to_be_visible()
+        row(page, 1).hover()
+        look("variant")
+        row(page, 2).hover()
+        look("variant in force")
+        page.get_by_role("button", name="Details of version 1").click()
+        look("details")
+        page.get_by_role("dialog").get_by_role("button", name="Delete version…").click()
+        look("delete a version")
+        page.keyboard.press("Escape")
+        page.get_by_role("button", name="Roll back to v1…").click()
+        look("roll back")
+        page.get_by_role("dialog").get_by_role("button", name="Roll back to v1").click()
+        expect(page.get_by_text("v1 active")).to_be_visible()
+        look("rolled back")
+        show(page, operated, "variants/absent")
+        expect(page.get_by_text("There is no such variant")).to_be_visible()
+        look("no variant")
+        show(page, operated, "playground")
+        page.get_by_label("Left variant").fill(name)
+        page.get_by_label("Right variant").fill("absent")
+        page.get_by_label("Prompt").fill("hello")
+        page.get_by_label("Form").select_option("completion")
+        page.get_by_role("button", name="Run both").click()
+        expect(page.get_by_role("region", name="Left answer")).to_contain_text("ended by")
+        expect(page.get_by_role("region", name="Right answer").get_by_role("alert")).to_be_visible()
+        look("playground")
+        show(page, operated, "tenants")
+        expect(page.get_by_role("table", name="Tenants")).to_contain_text("default")
+        look("tenants")
+        page.get_by_role("table", name="Tenants").get_by_role("row", name="default").get_by_role(
+            "button"
+        ).click()
+        look("limits")
+    assert operated.client.post(f"/variants/{name}/unpin").is_success
+    assert not faults, faults

@@ -8,6 +8,9 @@ from typing import Literal
 
 from playwright.sync_api import Browser, ConsoleMessage, Page, ViewportSize, expect, sync_playwright
 
+from tests.helpers.debian import missing_package
+
+Scheme = Literal["light", "dark"]
 SIZE: ViewportSize = {"width": 1440, "height": 900}
 WAIT_MS = 20_000
 
@@ -24,9 +27,7 @@ def running_browser(program: str) -> Iterator[Browser]:
 
 
 @contextmanager
-def opened(
-    browser: Browser, url: str, *, scheme: Literal["light", "dark"] = "light", lost: bool = False
-) -> Iterator[Page]:
+def opened(browser: Browser, url: str, *, scheme: Scheme = "light", lost: bool = False) -> Iterator[Page]:
     """Open the console in a profile of its own; fail for an exception or a complaint of the page.
 
     Args:
@@ -53,3 +54,28 @@ def opened(
     finally:
         context.close()
     assert not complaints, complaints
+
+
+def serious_faults(page: Page) -> list[str]:
+    """Return what axe-core finds of serious and critical impact in a page; without its package, skip, in CI fail."""
+    try:
+        from axe_playwright_python.sync_playwright import Axe
+    except ImportError:
+        missing_package("axe-playwright-python")
+    found = Axe().run(page).response["violations"]
+    return [
+        f"{each['id']}: {node['target']} {node['html']}: {node['failureSummary']}"
+        for each in found
+        if each["impact"] in ("serious", "critical")
+        for node in each["nodes"]
+    ]
+
+
+def counters(page: Page) -> dict[str, float]:
+    """Return Chromium's own figures of a page, after a collection of garbage, such as `Nodes` and `JSHeapUsedSize`."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    session.send("HeapProfiler.collectGarbage")
+    found = session.send("Performance.getMetrics")["metrics"]
+    session.detach()
+    return {each["name"]: each["value"] for each in found}

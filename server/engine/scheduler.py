@@ -34,8 +34,9 @@ MAX_PASSED, PASSED_S = 16, 0.1
 # So long, and so often, nothing begins before a sequence that has waited for pages for `cold_wait_s`: else others would
 # take each page that comes free.
 ROOM_S, ROOM_EVERY_S = 5.0, 50.0
-# In so long all pages may be recomputed, however few tokens are computed meanwhile.
-MAX_PAGE_DEBT_S = 60.0
+# In so long all pages may be recomputed, however few tokens are computed meanwhile. And so long after a sequence within
+# its tenant's share found too few pages, none above its tenant's begins while more than may be is recomputed already.
+MAX_PAGE_DEBT_S, SHORT_S = 60.0, 10.0
 # A sequence that has not generated a token since it was admitted keeps its pages for so many times `cold_wait_s`.
 PROMPT_WAITS = 4
 # Weight of the steps before, in the estimate of what a step takes, after each further one.
@@ -55,14 +56,11 @@ class StepCost:
 
 
 class StepSeconds:
-    """Tells what a step will take by what the steps before took for each unit of cost.
+    """Tells what a step will take by what the steps before took for each unit of cost."""
 
-    Args:
-        guess: seconds for a unit of cost until the first step.
-    """
-
-    def __init__(self, guess: float) -> None:
-        self._seconds, self._cost = guess, 1.0
+    def __init__(self) -> None:
+        # Until the first step there is none: a guess below any machine's, because a charge is never taken back.
+        self._seconds, self._cost = 1e-6, 1.0
 
     @property
     def per_cost(self) -> float:
@@ -148,10 +146,7 @@ class Scheduler:
         # Until when, and from when on again, nothing begins before a sequence that waits for pages.
         self._room_until = self._next_room_at = -math.inf
         self._num_added = self._num_slow = 0
-        # Guesses below any machine's, because a charge is never taken back.
-        self._step_seconds, self._sampling_seconds = StepSeconds(1e-6), StepSeconds(1e-6)
-        # What a token takes in steps with much of a prompt. A guess above any machine's: it fills a budget.
-        self._prompt_seconds = StepSeconds(1.0)
+        self._step_seconds, self._sampling_seconds = StepSeconds(), StepSeconds()
         # The time of the last call that passed one.
         self._now = 0.0
 
@@ -237,25 +232,15 @@ class Scheduler:
             return by_tenant
         estimate = self._step_seconds.per_cost
         counted = self._step_seconds.took(seconds, total)
-        self._refill_page_budget(plan, counted)
+        # Few tokens of streams alone would keep it negative for long.
+        refill = self._constants.recompute_share * plan.num_tokens
+        refill = max(refill, self.kv_cache.max_tokens * counted / MAX_PAGE_DEBT_S)
+        self._page_budget = min(0.0, self._page_budget + refill)
         rate = counted / total
         for sequence, cost in plan.costs.items():
             sequence.queue.charge((cost.total - cost.free) * rate - cost.charged * estimate)
             by_tenant[sequence.tenant] = by_tenant.get(sequence.tenant, 0.0) + cost.total * rate
         return by_tenant
-
-    def _refill_page_budget(self, plan: StepPlan, seconds: float) -> None:
-        """Let as many tokens be recomputed as `recompute_share` of the step, or of its seconds, would have computed.
-
-        A step of streams has few tokens: by them alone the budget would stay negative for minutes.
-        """
-        if 4 * plan.prompt_load >= self._max_batch_tokens:
-            self._prompt_seconds.took(seconds, plan.num_tokens)
-        num_tokens = max(plan.num_tokens, seconds / self._prompt_seconds.per_cost)
-        refill = max(
-            self._constants.recompute_share * num_tokens, self.kv_cache.max_tokens * seconds / MAX_PAGE_DEBT_S
-        )
-        self._page_budget = min(0.0, self._page_budget + refill)
 
     def charge_sampling(self, costs: list[tuple[Sequence, float]], seconds: float) -> dict[str, float]:
         """Divide what a call that has sampled took among its sequences, and charge their variant queues.
@@ -523,7 +508,7 @@ class Scheduler:
         """Forget the tenants whose sequences have found too few pages too long ago to count."""
         while self._short_at:
             tenant, at = next(iter(self._short_at.items()))
-            if self._now - at < self._constants.cold_wait_s:
+            if self._now - at < SHORT_S:
                 return
             del self._short_at[tenant]
 

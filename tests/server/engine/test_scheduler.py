@@ -432,7 +432,7 @@ def test_of_a_sequence_that_gave_way_the_tokens_found_again_are_not_counted_as_r
     scheduler, kv_cache = sim.scheduler(), sim.kv_cache
 
     def run(begin: float, num_steps: int) -> list[str]:
-        preempted = []
+        preempted: list[str] = []
         for number in range(num_steps):
             now = begin + number / 10
             plan = scheduler.plan(now)

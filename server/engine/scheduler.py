@@ -34,6 +34,11 @@ MAX_PASSED, PASSED_S = 16, 0.1
 # So long, and so often, nothing begins before a sequence that has waited for pages for `cold_wait_s`: else others would
 # take each page that comes free.
 ROOM_S, ROOM_EVERY_S = 5.0, 50.0
+# In so long all pages may be recomputed, however few tokens are computed meanwhile. And so long after a sequence within
+# its tenant's share found too few pages, none above its tenant's begins while more than may be is recomputed already.
+MAX_PAGE_DEBT_S, SHORT_S = 60.0, 10.0
+# A sequence that has not generated a token since it was admitted keeps its pages for so many times `cold_wait_s`.
+PROMPT_WAITS = 4
 # Weight of the steps before, in the estimate of what a step takes, after each further one.
 DECAY = 0.98
 # A step counts as at most so many times the estimate, or as a second, and all that is between two steps as a second: no
@@ -134,6 +139,10 @@ class Scheduler:
         # Tokens that may be recomputed because of pages; none while it is negative. It is not the budget of slots and
         # rows: tenants with long contexts that preempt each other would leave nothing of that one to others.
         self._page_budget = 0.0
+        # By arrival: tokens of waiting sequences that were taken from it.
+        self._page_charges: dict[int, int] = {}
+        # When a sequence within its tenant's share of pages last found too few, by tenant, the latest last.
+        self._short_at: dict[str, float] = {}
         # Until when, and from when on again, nothing begins before a sequence that waits for pages.
         self._room_until = self._next_room_at = -math.inf
         self._num_added = self._num_slow = 0
@@ -171,6 +180,7 @@ class Scheduler:
             self.kv_cache.release(sequence)
             self._stop(sequence)
         elif sequence.arrival >= 0 and sequence.is_waiting:
+            self._return_page_charge(sequence)
             self._queue.remove(sequence)
             self._slot_policy.leave(sequence, self._now)
 
@@ -194,6 +204,7 @@ class Scheduler:
         plan = StepPlan()
         self._now = now
         self._slot_policy.update(now, lambda sequence: self._preempt(sequence, plan))
+        self._forget_short()
         while self._passed_over and (self._passed_over[0][0] <= now or not self._running):
             self._queue.resume(self._passed_over.popleft()[1])
         self._decode(plan)
@@ -215,14 +226,17 @@ class Scheduler:
         """
         self._now = now
         self._slot_policy.refill_recompute_budget(plan.num_tokens)
-        refill = self._constants.recompute_share * plan.num_tokens
-        self._page_budget = min(0.0, self._page_budget + refill)
         by_tenant: dict[str, float] = {}
         total = sum(cost.total for cost in plan.costs.values())
         if not total:
             return by_tenant
         estimate = self._step_seconds.per_cost
-        rate = self._step_seconds.took(seconds, total) / total
+        counted = self._step_seconds.took(seconds, total)
+        # Few tokens of streams alone would keep it negative for long.
+        refill = self._constants.recompute_share * plan.num_tokens
+        refill = max(refill, self.kv_cache.max_tokens * counted / MAX_PAGE_DEBT_S)
+        self._page_budget = min(0.0, self._page_budget + refill)
+        rate = counted / total
         for sequence, cost in plan.costs.items():
             sequence.queue.charge((cost.total - cost.free) * rate - cost.charged * estimate)
             by_tenant[sequence.tenant] = by_tenant.get(sequence.tenant, 0.0) + cost.total * rate
@@ -431,13 +445,17 @@ class Scheduler:
         if fits:
             self._start(sequence)
         elif not preempted and self._queue.num_tenants > 1 and not self._makes_room_for(sequence):
-            self._pass_over(sequence.queue.tenant, plan)
+            self._pass_over(sequence, plan)
             return False
         plan.admits = fits and not preempted
         return fits
 
-    def _pass_over(self, tenant: TenantQueue, plan: StepPlan) -> None:
+    def _pass_over(self, sequence: Sequence, plan: StepPlan) -> None:
         """Admit no sequence of a tenant for a moment: the next one finds too few pages."""
+        if not self._exceeds_share(sequence):
+            self._short_at.pop(sequence.tenant, None)
+            self._short_at[sequence.tenant] = self._now
+        tenant = sequence.queue.tenant
         self._queue.pause(tenant)
         self._passed_over.append((self._now + PASSED_S, tenant))
         plan.num_passed += 1
@@ -446,7 +464,7 @@ class Scheduler:
     def _makes_room_for(self, sequence: Sequence) -> bool:
         """Return whether nothing begins before a sequence that waits for pages, a tenth of the time at most."""
         has_waited = self._now - sequence.waiting_since >= self._constants.cold_wait_s
-        if not has_waited or self._page_budget < 0:
+        if not has_waited or self._is_overdrawn(sequence):
             return False
         if self._now >= self._next_room_at:
             self._room_until, self._next_room_at = self._now + ROOM_S, self._now + ROOM_EVERY_S
@@ -469,17 +487,30 @@ class Scheduler:
     def _lacks_pages(self, sequence: Sequence) -> bool:
         """Return whether a waiting sequence gets no pages now, without a look at the prefix cache.
 
-        None has come free since it found too few. Or its tenant would use more than its share, and others could not
-        take them back, because too much is computed again already.
+        None has come free since it found too few. Or its tenant would use more than its share, others need pages for
+        theirs, and they could not take them back, because too much is computed again already.
         """
         if not self._running:
             return False
         if sequence.too_few_pages >= self.kv_cache.num_available:
             return True
-        num_tenants = self._queue.num_tenants
-        if num_tenants < 2 or self._page_budget >= 0:
-            return False
-        return self._num_used_with(sequence) > self.kv_cache.num_pages // num_tenants
+        return self._is_overdrawn(sequence) and any(tenant != sequence.tenant for tenant in self._short_at)
+
+    def _is_overdrawn(self, sequence: Sequence) -> bool:
+        """Return whether too much is computed again already for a sequence above its tenant's share of pages."""
+        return self._page_budget < 0 and self._exceeds_share(sequence)
+
+    def _exceeds_share(self, sequence: Sequence) -> bool:
+        """Return whether a waiting sequence's tenant would use more than its share of pages with it."""
+        return self._num_used_with(sequence) > self.kv_cache.num_pages // self._queue.num_tenants
+
+    def _forget_short(self) -> None:
+        """Forget the tenants whose sequences have found too few pages too long ago to count."""
+        while self._short_at:
+            tenant, at = next(iter(self._short_at.items()))
+            if self._now - at < SHORT_S:
+                return
+            del self._short_at[tenant]
 
     def _num_used_with(self, sequence: Sequence) -> int:
         """Return how many pages a waiting sequence's tenant would use with it, if none is in the prefix cache."""
@@ -495,24 +526,44 @@ class Scheduler:
         """
         if self._now - sequence.waiting_since < self._constants.preempt_wait_s:
             return False
-        tenant, wanted, used = sequence.queue.tenant, self._num_used_with(sequence), self.kv_cache.num_used
-        larger = [
-            s for s in self._running.values() if s.queue.tenant is not tenant and used(s.tenant) > wanted
-        ]
+        tenant = sequence.queue.tenant
+        others = [s for s in self._running.values() if s.queue.tenant is not tenant]
+        larger = [s for s in others if self._uses_more_than(s, sequence)]
         victims = free = [
             s
             for s in larger
             if not tenant.num_running and s.queue.tenant.num_running > 1 and s.has_progressed
         ]
         if not free and self._page_budget >= 0:
-            victims = [s for s in larger if self._now - s.running_since >= self._constants.cold_wait_s]
+            victims = [s for s in larger if self._has_had_its_time(s)]
         if victims:
             victim = max(victims, key=_preemption_key)
             if victim not in free:
                 self._page_budget -= victim.num_computed_tokens
+                self._page_charges[victim.arrival] = victim.num_computed_tokens
             self._preempt(victim, plan)
             return True
         return self._preempt_own(sequence, plan)
+
+    def _uses_more_than(self, running: Sequence, waiting: Sequence) -> bool:
+        """Return whether a running sequence's tenant uses more pages than a waiting one's would with it.
+
+        For a sequence that gave way itself, what the running one has grown by since does not count.
+        """
+        num_used = self.kv_cache.num_used(running.tenant)
+        if waiting.arrival in self._page_charges:
+            num_used -= (running.num_tokens - running.num_tokens_at_admission) // self.kv_cache.page_tokens
+        return num_used > self._num_used_with(waiting)
+
+    def _has_had_its_time(self, sequence: Sequence) -> bool:
+        """Return whether a running sequence has run for so long that it may lose its pages to a smaller one."""
+        num_waits = 1 if sequence.has_progressed else PROMPT_WAITS
+        return self._now - sequence.running_since >= num_waits * self._constants.cold_wait_s
+
+    def _return_page_charge(self, sequence: Sequence, max_tokens: float = math.inf) -> None:
+        """Give back to the budget what a sequence that waits no more need not compute again."""
+        returned = min(self._page_charges.pop(sequence.arrival, 0), max_tokens)
+        self._page_budget = min(0.0, self._page_budget + returned)
 
     def _preempt_own(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Preempt one of several running sequences of a tenant's variant for the first of another one."""
@@ -565,6 +616,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         """Let a waiting sequence run."""
+        self._return_page_charge(sequence, sequence.num_computed_tokens)
         self._running[sequence.arrival] = sequence
         self._queue.remove(sequence)
         sequence.num_tokens_at_admission, sequence.running_since = sequence.num_tokens, self._now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -356,24 +357,103 @@ def test_a_prompt_without_room_keeps_no_other_tenant_waiting(num_running: int, n
 
 
 @pytest.mark.parametrize("num_prompt", [300, 200])
-@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize(("num_steps", "after_s"), [(1, 20.0), (4, 5.0)])
 def test_the_tenant_with_most_pages_gives_way_to_one_that_needs_fewer(
-    num_prompt: int, num_steps: int
+    num_prompt: int, num_steps: int, after_s: float
 ) -> None:
-    """Also if it has one sequence, which was there first, and whether its prompt is computed or not."""
+    """Also if it has one sequence, which was there first; later if its prompt is not computed yet."""
     sim = Simulation(step_limits(max_batch_tokens=100), kv_cache=pages(20))
     scheduler = sim.scheduler()
     scheduler.add(sequence("hog", num_prompt, tenant="a"), 0.0)
     for number in range(num_steps):
         step(scheduler.plan(number / 100))
     scheduler.add(sequence("chat", 120, tenant="b"), 0.1)
-    for now in (0.1, 1.2, 4.9):
+    for now in (0.1, 1.2, after_s - 0.1):
         assert "chat" not in planned(scheduler.plan(now))
-    plan = scheduler.plan(5.1)
+    plan = scheduler.plan(after_s + 0.1)
     assert [each.id for each in plan.preempted] == ["hog"]
     assert "chat" in planned(plan)
     # It does not take its pages back from one that holds fewer.
-    assert not scheduler.plan(9.0).preempted
+    assert not scheduler.plan(after_s + 4.0).preempted
+
+
+def longest_wait_s(sequence: SimSequence) -> float:
+    times = [sequence.arrived_at, *sequence.token_times]
+    return max(after - before for before, after in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "part", "num_output", "every_s"),
+    [
+        (1000, 0.45, 1, 1000.0),
+        (1000, 0.45, 1, 10.0),
+        (1000, 0.45, 100, 1000.0),
+        (1000, 0.3, 1, 10.0),
+        (5000, 0.45, 1, 1000.0),
+        (5000, 0.45, 1, 60.0),
+    ],
+)
+def test_a_long_sequence_that_gave_way_runs_on_when_its_pages_are_free(
+    num_pages: int, part: float, num_output: int, every_s: float
+) -> None:
+    """Beside streams of the tenant that it gave way to, which need few pages and have one token a step."""
+    sim = Simulation(step_limits(max_num_seqs=16), kv_cache=pages(num_pages))
+    num_tokens = sim.kv_cache.max_tokens
+    long = sequence("long", int((0.9 - part / 1.5) * num_tokens), 2000, tenant="long")
+    others = [sequence(f"stream{number}", 20, 500, arrived_at=1.0 + 3.0 * number) for number in range(80)]
+    large = [
+        sequence(f"large{number}", int(part * num_tokens), num_output, arrived_at=2.0 + every_s * number)
+        for number in range(int(240 / every_s) + 1)
+    ]
+    simulate(sim, [long, *others, *large], until_s=240.0)
+    assert long.num_preempted > 0
+    assert long.num_generated == 2000
+    assert longest_wait_s(long) < 20.0
+    assert long.token_times[-1] < 120.0
+
+
+@pytest.mark.parametrize("with_streams", [False, True])
+@pytest.mark.parametrize("parts", [(0.55, 0.55), (0.6, 0.55), (0.55, 0.6), (0.5, 0.5)])
+def test_two_large_sequences_do_not_preempt_each_other_in_turn(
+    parts: tuple[float, float], with_streams: bool
+) -> None:
+    sim = Simulation(step_limits(max_num_seqs=16), kv_cache=pages(1000))
+    large = [
+        sequence(f"large{tenant}", int(part * 16_000), 1500, tenant=tenant, arrived_at=at)
+        for part, tenant, at in zip(parts, "bc", (0.0, 0.5), strict=True)
+    ]
+    streams = [sequence(f"stream{number}", 20, 500, arrived_at=3.0 * number) for number in range(20)]
+    simulate(sim, [*large, *streams[: 20 * with_streams]])
+    assert sum(each.num_preempted for each in large) <= 1
+
+
+def test_of_a_sequence_that_gave_way_the_tokens_found_again_are_not_counted_as_recomputed() -> None:
+    sim = Simulation(step_limits(max_batch_tokens=300), kv_cache=KVCacheManager(21, 16))
+    scheduler, kv_cache = sim.scheduler(), sim.kv_cache
+
+    def run(begin: float, num_steps: int) -> list[str]:
+        preempted: list[str] = []
+        for number in range(num_steps):
+            now = begin + number / 10
+            plan = scheduler.plan(now)
+            preempted += [each.id for each in plan.preempted]
+            step(plan)
+            for each in plan.batch:
+                kv_cache.cache_full_pages(each)
+            scheduler.charge(plan, now, 0.01)
+        return preempted
+
+    hog, chats = sequence("hog", 200, tenant="a"), [sequence(f"c{n}", 100, tenant=f"t{n}") for n in range(2)]
+    scheduler.add(hog, 0.0)
+    run(0.0, 2)
+    scheduler.add(chats[0], 0.2)
+    assert run(5.1, 2) == ["hog"]
+    scheduler.remove(chats[0])
+    run(6.0, 60)
+    assert scheduler.running == [hog]
+    scheduler.add(chats[1], 12.0)
+    # As many tokens as it has computed could not be computed again yet.
+    assert run(13.1, 1) == ["hog"]
 
 
 def test_a_tenant_s_pages_are_shared_by_its_sequences_with_one_prompt() -> None:

@@ -288,7 +288,9 @@ class EngineClient:
         self._facts: EngineFacts | None = None
         self._pinned: dict[str, VersionRecord] = {}  # by label
         # One ResidencyQuery at a time, so that a step answers one of them.
-        self._questions = StateQuestions(lambda versions: self._call(partial(ResidencyQuery, versions=versions)))
+        self._questions = StateQuestions(
+            lambda versions: self._call(partial(ResidencyQuery, versions=versions))
+        )
         self._socket: zmq.Socket[bytes] | None = None
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}

@@ -169,10 +169,14 @@ class StateQuestions:
         states: list[DeltaState] = []
         for start in range(0, len(versions), MAX_ASKED):
             answers = self._put(versions[start : start + MAX_ASKED], tenant)
-            _, late = await asyncio.wait(answers, timeout=STATES_S)
-            if late:
-                raise QueueFull(f"the engine has told no levels for {STATES_S:g} s: try again in a moment")
-            states += [answer.result() for answer in answers]
+            try:
+                async with asyncio.timeout(STATES_S):
+                    # Shielded, since other calls wait for them, too.
+                    states += [await asyncio.shield(answer) for answer in answers]
+            except TimeoutError:
+                raise QueueFull(
+                    f"the engine has told no levels for {STATES_S:g} s: try again in a moment"
+                ) from None
         return tuple(states)
 
     def _put(self, versions: Sequence[str], tenant: str) -> list[asyncio.Future[DeltaState]]:

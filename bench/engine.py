@@ -115,7 +115,7 @@ class BlockingEngine:
 
     def state_of(self, record: VersionRecord) -> DeltaState:
         """Return where a version's delta is now, and its pin and requests."""
-        (state,) = self.wait(self._client.residency_of((record.label,)))
+        (state,) = self.wait(self._client.residency_of((record.label,), record.tenant))
         return state
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

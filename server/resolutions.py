@@ -40,7 +40,7 @@ class Resolutions:
     """Resolves names for one process. Event loop only.
 
     Args:
-        is_in_memory: tells whether the engine can serve a version without the registry.
+        is_in_memory: tells whether the engine can serve a version without the registry, for the tenant that asks.
         max_age_s: the age until which an answer is given again without asking the registry. 0 for a directory, where
             asking takes microseconds; above 0, changes by other servers are seen later by so much.
     """
@@ -49,7 +49,7 @@ class Resolutions:
         self,
         registry: Registry,
         calls: RegistryCalls,
-        is_in_memory: Callable[[VersionRecord], Awaitable[bool]],
+        is_in_memory: Callable[[VersionRecord, str], Awaitable[bool]],
         max_age_s: float = 0.0,
     ) -> None:
         self._registry = registry
@@ -83,7 +83,7 @@ class Resolutions:
                     self._remembered.drop(stale)
             raise
         except RegistryUnavailable:
-            if known is None or not await self._is_in_memory(known.record):
+            if known is None or not await self._is_in_memory(known.record, tenant):
                 raise
             return known.record
         self._remembered.put(key, Remembered(record, asked), tenant, _num_bytes(record))

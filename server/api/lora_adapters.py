@@ -142,7 +142,7 @@ async def _load(service: Service, changes: VariantChanges, body: LoadLoraBody) -
             f"Loading lora {name} failed: No adapter found for {path}: publish a variant of this name, "
             "or give the path of an artifact below the server's --lora-dir"
         )
-    await service.engine.load("load", record)
+    await service.load("load", record)
     if known is None or body.load_inplace:
         adapter = LoadedAdapter(tenant.name, name, path, time.time())
         await service.shared.change_adapters(AdapterChange(tenant.name, loaded=adapter))
@@ -202,7 +202,8 @@ async def _in_memory(service: Service, tenant: Tenant, name: str) -> list[Versio
         )
     except VariantNotFound:
         return []
-    states = await service.engine.residency_of([record.label for record in variant.versions])
+    labels = [record.label for record in variant.versions]
+    states = await service.engine.residency_of(labels, tenant.name)
     return [record for record, state in zip(variant.versions, states, strict=True) if state.level != "disk"]
 
 

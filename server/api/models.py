@@ -111,7 +111,7 @@ async def _loaded_cards(
     next one.
     """
     adapters = await adapters_of(service, tenant)
-    states = await service.engine.residency_of([record.label for record in records])
+    states = await service.engine.residency_of([record.label for record in records], tenant.name)
     return [
         _loaded_card(service, record, adapters.get(record.name))
         for record, state in zip(records, states, strict=True)

@@ -30,6 +30,7 @@ from server.grammar.service import GrammarService
 from server.metrics.exposition import RegistryScrapes
 from server.metrics.metrics import FrontendMetrics
 from server.protocol.engine_client import EngineLink
+from server.protocol.messages import LoadAction
 from server.publishing.checks import ArtifactChecks
 from server.registry_calls import BackgroundThreads, RegistryCalls, probe
 from server.resolutions import Resolutions
@@ -55,6 +56,9 @@ MAX_UNSENT_BYTES = 256 << 20
 UPLOAD_THREADS = 8
 # Bytes of uploads that are not published yet, over those of the largest one; a tenant alone may have half.
 MAX_UNFINISHED = 4
+# Calls to load, unload, pin and unpin without an outcome; a tenant alone may have half. They are twice as many as wait
+# in the engine, so that a tenant all of whose loads wait for slots can unpin.
+MAX_LOAD_CALLS = 512
 # Processes for tenants' tokenizers and templates: one per core within these bounds. One variant has at most half.
 MIN_TEXT_WORKERS, MAX_TEXT_WORKERS = 2, 4
 
@@ -102,6 +106,7 @@ class Service:
         self.unfinished = FairBudget(
             MAX_UNFINISHED * settings.max_upload_bytes, "bytes of unfinished uploads"
         )
+        self._load_calls = FairBudget(MAX_LOAD_CALLS, "calls to load, unload, pin and unpin variants")
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant
         self.artifact_checks = ArtifactChecks(settings.base)
         self.draining = False
@@ -191,8 +196,21 @@ class Service:
                 "server runs: send the request to a server with its base, or compress it again from this one"
             )
 
-    async def _is_in_memory(self, record: VersionRecord) -> bool:
-        (state,) = await self.engine.residency_of((record.label,))
+    def load(
+        self, action: LoadAction, record: VersionRecord, max_pinned: int | None = None
+    ) -> asyncio.Future[None]:
+        """Have the engine load a tenant's own version, as `EngineLink.load` does.
+
+        Raises:
+            QueueFull: too many such calls of the tenant have no outcome yet.
+        """
+        self._load_calls.take(record.tenant, 1)
+        outcome = self.engine.load(action, record, max_pinned)
+        outcome.add_done_callback(lambda _: self._load_calls.give_back(record.tenant, 1))
+        return outcome
+
+    async def _is_in_memory(self, record: VersionRecord, tenant: str) -> bool:
+        (state,) = await self.engine.residency_of((record.label,), tenant)
         return state.level != "disk"
 
     async def _remove_abandoned_uploads(self) -> None:

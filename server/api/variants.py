@@ -68,9 +68,8 @@ async def list_variants(
     page = await service.volume.run_list(
         partial(_list_page, service.registry, tenant.name, query), tenant.name
     )
-    documents = zip(
-        (each.name for each in page.variants), await _documents(service, page.variants), strict=True
-    )
+    found = await _documents(service, page.variants, tenant.name)
+    documents = zip((each.name for each in page.variants), found, strict=True)
     return page_reply("variants", documents, has_more=page.has_more, total=page.total)
 
 
@@ -86,7 +85,7 @@ async def show_variant(
     shown = await service.volume.run_list(
         partial(_show_page, service.registry, tenant.name, name, query.after, query.limit), tenant.name
     )
-    (document,) = await _documents(service, [shown])
+    (document,) = await _documents(service, [shown], tenant.name)
     versions = document.pop("versions")
     documents = ((str(version["version"]), version) for version in versions)
     return page_reply("versions", documents, has_more=shown.has_more, **document)
@@ -110,7 +109,7 @@ async def change_variant(
     listed = await service.volume.run_long(
         partial(_list_one, service.registry, changes.tenant.name, name), changes.tenant.name
     )
-    (document,) = await _documents(service, [listed])
+    (document,) = await _documents(service, [listed], changes.tenant.name)
     return document
 
 
@@ -201,7 +200,7 @@ async def _status_after(
         note: writes the audit line once the action has succeeded, which may be after the reply.
     """
     limit = await max_pinned(service, record.tenant) if action == "pin" else None
-    outcome = service.engine.load(action, record, limit)
+    outcome = service.load(action, record, limit)
     if note is not None:
         outcome = service.keep(_noted(service, outcome, record.tenant, note))
     done, _ = await asyncio.wait({outcome}, timeout=OUTCOME_S)
@@ -210,7 +209,7 @@ async def _status_after(
             outcome.result()
     else:
         _log_failure(outcome, action, record)
-    (state,) = await service.engine.residency_of((record.label,))
+    (state,) = await service.engine.residency_of((record.label,), record.tenant)
     return {"name": record.name, **_version_document(record), **_state_document(state)}
 
 
@@ -232,10 +231,10 @@ def _log_failure(outcome: asyncio.Future[None], action: LoadAction, record: Vers
     outcome.add_done_callback(report)
 
 
-async def _documents(service: Service, listed: Sequence[ListedVariant]) -> list[dict[str, Any]]:
+async def _documents(service: Service, listed: Sequence[ListedVariant], tenant: str) -> list[dict[str, Any]]:
     """Return the documents of variants, with the state of each version that is shown."""
     labels = [label for variant in listed for label in variant.labels]
-    states = iter(await service.engine.residency_of(labels))
+    states = iter(await service.engine.residency_of(labels, tenant))
     return [
         {
             **variant.document,

@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain
 
 from deltastore.errors import PeraxisError
 from deltastore.loader import LoadReport
@@ -29,6 +30,8 @@ from server.protocol.messages import Level
 
 # How long after its last use a delta is kept from another tenant's calls to load.
 KEPT_S = 60.0
+# Tenants that used a delta last, of those whose uses are known.
+MAX_USERS = 8
 # Loads of one tenant under way at a time, as many as downloads: another tenant's next load waits for few.
 MAX_LOADS = 4
 
@@ -44,7 +47,13 @@ class _SlotEntry:
     delta: ResidentDelta | None = None  # None while it loads
     num_users: int = 0
     is_pinned: bool = False
-    used_at: float = -math.inf  # by a sequence, in seconds of `time.monotonic`
+    # When each of the last tenants used it, the latest last, in seconds of `time.monotonic`; its load is no use.
+    used_at: dict[str, float] = field(default_factory=dict)
+
+    def users(self, now: float) -> set[str]:
+        """Return the tenants that the slot counts for, as `Residency.kept_from` says."""
+        recent = {tenant for tenant, at in self.used_at.items() if now - at < KEPT_S}
+        return recent or {next(reversed(self.used_at), self.tenant)}
 
 
 @dataclass(slots=True)
@@ -126,10 +135,16 @@ class Residency:
 
     def release(self, version: str) -> None:
         """Undo one `acquire`. Counts as a use."""
-        entry = self._entries[version]
-        entry.num_users -= 1
-        entry.used_at = time.monotonic()
+        self._entries[version].num_users -= 1
         self._entries.move_to_end(version)
+
+    def note_use(self, version: str, tenant: str) -> None:
+        """Note that a tenant has used a resident delta, which is then kept from others' calls to load."""
+        used_at = self._entries[version].used_at
+        used_at.pop(tenant, None)
+        used_at[tenant] = time.monotonic()
+        if len(used_at) > MAX_USERS:
+            del used_at[next(iter(used_at))]
 
     def may_load(self, tenant: str) -> bool:
         """Return whether `load` may begin one more load for a tenant."""
@@ -153,18 +168,18 @@ class Residency:
         return True
 
     def kept_from(self, tenant: str, now: float) -> set[str]:
-        """Return the versions that a tenant's call to load may not evict: others', used in the last `KEPT_S`.
+        """Return the versions that a tenant's call to load may not evict: those used by others in the last `KEPT_S`.
 
-        Only those of tenants that would be left with fewer slots than it then has. A slot counts for the tenant that
-        its load began for.
+        Only by tenants that would be left with fewer slots than it then has. A slot counts for each tenant that used it
+        in the last `KEPT_S`, else for the one that did last, and before any use for the one that its load began for.
         """
-        num_slots = Counter(entry.tenant for entry in self._entries.values())
+        users = {version: entry.users(now) for version, entry in self._entries.items()}
+        num_slots = Counter(chain.from_iterable(users.values()))
+        few = {other for other in num_slots if num_slots[other] <= num_slots[tenant] + 1} - {tenant}
         return {
             version
             for version, entry in self._entries.items()
-            if entry.tenant != tenant
-            and num_slots[entry.tenant] <= num_slots[tenant] + 1
-            and now - entry.used_at < KEPT_S
+            if any(now - entry.used_at.get(other, -math.inf) < KEPT_S for other in few & users[version])
         }
 
     def poll_loads(self) -> Iterator[FinishedLoad]:

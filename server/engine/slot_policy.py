@@ -144,6 +144,7 @@ class SlotPolicy:
         """Remove a running sequence that has ended, or that waits again and was enqueued before this call."""
         if sequence.queue.version is not None:
             variant = self._variants[sequence.queue.version]
+            self._residency.note_use(variant.version, sequence.tenant)
             del variant.running[sequence.arrival]
             self._count_tenant(sequence.tenant, variant, -1)
             self._release_unused(variant, now)

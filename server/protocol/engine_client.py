@@ -10,9 +10,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 import zmq
@@ -20,6 +22,7 @@ import zmq
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EndedEngine, EngineRestarted, QueueFull, VersionEndsEngines
+from server.fairness import FairBudget
 from server.metrics.instruments import Snapshot
 from server.protocol.messages import (
     MAX_MESSAGE_BYTES,
@@ -120,17 +123,106 @@ class EngineLink(Protocol):
     ) -> asyncio.Future[None]:
         """Load a version into a slot, pin it there, unpin it or free its slot; done when that has happened."""
 
-    async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
-        """Return the state of each version, named by its label; without a ready engine all are on disk."""
+    async def residency_of(self, versions: Sequence[str], tenant: str) -> tuple[DeltaState, ...]:
+        """Return the state of each version, named by its label; without a ready engine all are on disk.
+
+        Args:
+            tenant: that asks, whoever owns the versions.
+
+        Raises:
+            QueueFull: too many questions of the tenant wait, or the engine has not answered for `STATES_S`.
+            EngineRestarted: the engine ended before it had answered.
+        """
 
 
 log = logging.getLogger(__name__)
 
 # Messages that wait for an engine that does not read, as during a long step.
 MAX_WAITING_MESSAGES = 10_000
+RETRY_S = 0.1
 # Versions of one ResidencyQuery, which the engine answers between two steps.
 MAX_ASKED = 500
-RETRY_S = 0.1
+# Versions that calls wait for and that are not asked for yet. One tenant may have as many as it leaves free.
+MAX_UNASKED = 1 << 16
+# How long a call waits for the states of `MAX_ASKED` versions, as long as for a list of the registry's.
+STATES_S = 30.0
+
+
+class StateQuestions:
+    """Asks for the states of versions: of all that calls wait for, `MAX_ASKED` in tenants' turns at a time.
+
+    A tenant's calls for one version share an answer, for which was asked after the last of them. Event loop only.
+
+    Args:
+        ask: returns the states of up to `MAX_ASKED` versions, not all different; called again when it has ended.
+    """
+
+    def __init__(self, ask: Callable[[tuple[str, ...]], Awaitable[tuple[DeltaState, ...]]]) -> None:
+        self._ask = ask
+        # By tenant, the next to be asked for first, and by version.
+        self._unasked: dict[str, dict[str, asyncio.Future[DeltaState]]] = {}
+        self._budget = FairBudget(MAX_UNASKED, "questions for the levels of versions")
+        self._asking: asyncio.Task[None] | None = None
+
+    async def states_of(self, versions: Sequence[str], tenant: str) -> tuple[DeltaState, ...]:
+        """Return the states of versions for a tenant; raises as `EngineLink.residency_of`, or what `ask` raises."""
+        states: list[DeltaState] = []
+        for start in range(0, len(versions), MAX_ASKED):
+            answers = self._put(versions[start : start + MAX_ASKED], tenant)
+            try:
+                async with asyncio.timeout(STATES_S):
+                    # Shielded, since other calls wait for them, too.
+                    states += [await asyncio.shield(answer) for answer in answers]
+            except TimeoutError:
+                raise QueueFull(
+                    f"the engine has told no levels for {STATES_S:g} s: try again in a moment"
+                ) from None
+        return tuple(states)
+
+    def _put(self, versions: Sequence[str], tenant: str) -> list[asyncio.Future[DeltaState]]:
+        """Return the answers to come. They count until they are asked for, also when the call has left."""
+        new = set(versions).difference(self._unasked.get(tenant, ()))
+        self._budget.take(tenant, len(new))
+        unasked, loop = self._unasked.setdefault(tenant, {}), asyncio.get_running_loop()
+        unasked.update((version, loop.create_future()) for version in new)
+        if self._asking is None:
+            # In a context of its own: no tenant is charged for the questions of others.
+            self._asking = loop.create_task(self._ask_all(), context=Context())
+        return [unasked[version] for version in versions]
+
+    async def _ask_all(self) -> None:
+        try:
+            while self._unasked:
+                versions, answers = self._take()
+                try:
+                    states = await self._ask(versions)
+                except PeraxisError as error:
+                    for answer in answers:
+                        answer.set_exception(error)
+                        # Read, so that asyncio does not log an error whose calls have left.
+                        answer.exception()
+                else:
+                    for answer, state in zip(answers, states, strict=True):
+                        answer.set_result(state)
+        finally:
+            self._asking = None
+
+    def _take(self) -> tuple[tuple[str, ...], list[asyncio.Future[DeltaState]]]:
+        """Return the versions of the next question and where their states belong: of each tenant as many."""
+        taken: list[tuple[str, asyncio.Future[DeltaState]]] = []
+        share = max(1, MAX_ASKED // len(self._unasked))
+        while self._unasked and len(taken) < MAX_ASKED:
+            tenant = next(iter(self._unasked))
+            unasked = self._unasked.pop(tenant)
+            some = list(islice(unasked.items(), min(share, MAX_ASKED - len(taken))))
+            taken += some
+            self._budget.give_back(tenant, len(some))
+            for version, _ in some:
+                del unasked[version]
+            if unasked:
+                # Behind the others.
+                self._unasked[tenant] = unasked
+        return tuple(version for version, _ in taken), [answer for _, answer in taken]
 
 
 @dataclass(slots=True)
@@ -199,8 +291,10 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._facts: EngineFacts | None = None
         self._pinned: dict[str, VersionRecord] = {}  # by label
-        # One ResidencyQuery at a time, so that lists of any length take turns and a step answers one of them.
-        self._asking = asyncio.Lock()
+        # One ResidencyQuery at a time, so that a step answers one of them.
+        self._questions = StateQuestions(
+            lambda versions: self._call(partial(ResidencyQuery, versions=versions))
+        )
         self._socket: zmq.Socket[bytes] | None = None
         self._call_ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -383,17 +477,14 @@ class EngineClient:
         """
         return self._call(lambda call_id: LoadCall(call_id, action, record, max_pinned), record.tenant)
 
-    async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
-        """Return the state of each version, named by its label; without a ready engine all are on disk."""
+    async def residency_of(self, versions: Sequence[str], tenant: str) -> tuple[DeltaState, ...]:
+        """Return the state of each version, named by its label; without a ready engine all are on disk.
+
+        Raises as `EngineLink.residency_of` does.
+        """
         if not versions or not self._is_welcomed:
             return (DeltaState("disk", False, 0),) * len(versions)
-        states: list[DeltaState] = []
-        for start in range(0, len(versions), MAX_ASKED):
-            async with self._asking:
-                states += await self._call(
-                    partial(ResidencyQuery, versions=tuple(versions[start : start + MAX_ASKED]))
-                )
-        return tuple(states)
+        return await self._questions.states_of(versions, tenant)
 
     async def metrics(self) -> Snapshot:
         """Return the engine's metrics.

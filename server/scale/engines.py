@@ -180,7 +180,8 @@ class EngineReplica:
                     error = raised
                 return encode(CallDone(call_id, error))
             case ResidencyQuery(call_id, versions):
-                return encode(ResidencyAnswer(call_id, await self._client.residency_of(versions)))
+                # For an ingress, which asks for its tenants in turn, one question at a time.
+                return encode(ResidencyAnswer(call_id, await self._client.residency_of(versions, "")))
             case other:
                 raise EngineFailed(f"a replica was asked {type(other).__name__}, which is no call")
 

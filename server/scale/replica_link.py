@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from deltastore.errors import PeraxisError
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, EngineRestarted, QueueFull, RateLimited
-from server.protocol.engine_client import OnEvent
+from server.protocol.engine_client import OnEvent, StateQuestions
 from server.protocol.messages import (
     CallDone,
     DeltaState,
@@ -113,6 +113,7 @@ class ReplicaLink:
         self._facts: EngineFacts | None = None
         self._states: dict[str, ReplicaState] = {}
         self._requests: dict[str, _OpenRequest] = {}
+        self._questions = StateQuestions(self._states_of)
 
     @property
     def facts(self) -> EngineFacts:
@@ -191,14 +192,22 @@ class ReplicaLink:
         """
         return asyncio.create_task(self._load(action, record, max_pinned))
 
-    async def residency_of(self, versions: Sequence[str]) -> tuple[DeltaState, ...]:
-        """Return the state of each version, at the fastest level that a replica has it; all requests are added."""
+    async def residency_of(self, versions: Sequence[str], tenant: str) -> tuple[DeltaState, ...]:
+        """Return the state of each version, at the fastest level that a replica has it; all requests are added.
+
+        Raises:
+            QueueFull: as `EngineLink.residency_of` does.
+        """
+        if not versions or not self._states:
+            return (DeltaState("disk", False, 0),) * len(versions)
+        return await self._questions.states_of(versions, tenant)
+
+    async def _states_of(self, versions: tuple[str, ...]) -> tuple[DeltaState, ...]:
         states = (DeltaState("disk", False, 0),) * len(versions)
-        if versions and self._states:
-            for raw in await self._ask_all("call", encode(ResidencyQuery(0, tuple(versions)))):
-                answer = decode_engine_message(raw)
-                assert isinstance(answer, ResidencyAnswer)
-                states = tuple(map(merged, states, answer.states))
+        for raw in await self._ask_all("call", encode(ResidencyQuery(0, versions))):
+            answer = decode_engine_message(raw)
+            assert isinstance(answer, ResidencyAnswer)
+            states = tuple(map(merged, states, answer.states))
         return states
 
     async def _look(self) -> None:

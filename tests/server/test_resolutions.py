@@ -28,7 +28,7 @@ class Case:
         self.record = publish_file(self.registry, self.artifact)
         self.in_memory = {self.record.digest}
 
-    async def is_in_memory(self, record: VersionRecord) -> bool:
+    async def is_in_memory(self, record: VersionRecord, tenant: str) -> bool:
         return record.digest in self.in_memory
 
     def resolutions(self, max_age_s: float = 0.0) -> Resolutions:

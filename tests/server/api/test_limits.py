@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import httpx
 import pytest
 
 from bench.engine import publish
+from server.api import service as service_module
+from server.api import variants as variants_module
 from server.tenants import admission as admission_module
 from server.tenants import limits as rate_limiter
 from server.tenants.admission import Admissions
@@ -278,6 +281,36 @@ def test_by_default_a_tenant_pins_half_of_the_slots(artifacts: Artifacts, tmp_pa
         assert (second.status_code, error_of(second)["param"]) == (429, "max_pinned")
         assert (await app.client.post("/variants/chatty/unpin")).status_code == 202
         assert (await app.client.post("/variants/plain/pin")).status_code == 202
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
+
+
+@pytest.mark.parametrize("action", ["load", "unload", "pin", "unpin"])
+def test_calls_without_an_outcome_are_bounded(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """Those of one tenant leave room for those of others, and none is counted once it has an outcome."""
+    monkeypatch.setattr(variants_module, "OUTCOME_S", 0.001)
+    monkeypatch.setattr(service_module, "MAX_LOAD_CALLS", 6)
+
+    async def talk(app: HttpApp) -> None:
+        outcomes: list[asyncio.Future[None]] = []
+
+        def load(*_: Any) -> asyncio.Future[None]:
+            outcomes.append(asyncio.get_running_loop().create_future())
+            return outcomes[-1]
+
+        async def call() -> tuple[int, str | None]:
+            reply = await app.client.post(f"/variants/plain/{action}")
+            return reply.status_code, None if reply.status_code == 202 else error_of(reply)["code"]
+
+        record = publish(app.service.registry, artifacts.plain, "plain", "acme")
+        monkeypatch.setattr(app.service.engine, "load", load)
+        assert [await call() for _ in range(4)] == [(202, None)] * 3 + [(503, "overloaded")]
+        app.service.load("load", replace(record, tenant="other"))
+        for outcome in outcomes:
+            outcome.set_result(None)
+        assert [await call() for _ in range(4)] == [(202, None)] * 3 + [(503, "overloaded")]
 
     serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deltastore.registry.records import VersionRecord
 from server.deltas.residency import KEPT_S, MAX_CALLS, Prefetch, ResidencyCalls, Unload
 from server.errors import LoadTimeout, QueueFull
 from tests.server.helpers.residency import ResidencyHarness, running_residency
@@ -104,19 +105,10 @@ def test_calls_to_load_take_no_slot_that_a_tenant_with_few_has_just_used(
     calls, record = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S), harness.publish("v", seed=1)
 
     def load(tenant: str, number: int, later_s: float = 0.0) -> str:
-        version = replace(record, tenant=tenant, name=f"v{number}")
-        harness.published.add(version.label)
-        answer = Future[None]()
-        calls.add_prefetch(Prefetch(version, False, answer, called_at=time.monotonic() + later_s))
-        for _ in range(3):
-            calls.serve(time.monotonic() + later_s)
-            harness.settle()
-        assert answer.result(0) is None
-        return version.label
+        return called(harness, calls, replace(record, tenant=tenant, name=f"v{number}"), later_s)
 
     def use(version: str) -> None:
-        harness.residency.acquire(version)
-        harness.residency.release(version)
+        harness.residency.note_use(version, version.partition("/")[0])
 
     one = load("one", 0)
     use(one)
@@ -133,3 +125,47 @@ def test_calls_to_load_take_no_slot_that_a_tenant_with_few_has_just_used(
     # The slot that was used longest ago is taken first, whichever tenant it belongs to.
     load("many", 9, 2 * KEPT_S)
     assert not harness.residency.is_resident(one)
+
+
+def called(harness: ResidencyHarness, calls: ResidencyCalls, record: VersionRecord, later_s: float) -> str:
+    """Call to load a version at a time from now; return its label once it is resident."""
+    harness.published.add(record.label)
+    answer = Future[None]()
+    calls.add_prefetch(Prefetch(record, False, answer, called_at=time.monotonic() + later_s))
+    for _ in range(3):
+        calls.serve(time.monotonic() + later_s)
+        harness.settle()
+    assert answer.result(0) is None
+    return record.label
+
+
+@pytest.mark.parametrize("users", [("one",), ("one", "many"), ("many", "one", *["many"] * 20)])
+def test_a_public_delta_is_kept_from_calls_of_the_tenant_that_had_it_loaded_first(
+    harness: ResidencyHarness, users: tuple[str, ...]
+) -> None:
+    """Also when that tenant has used it since the other one did."""
+    calls, record = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S), harness.publish("public", seed=1)
+    assert harness.residency.load(record.label, "many")
+    harness.settle()
+    for user in users:
+        harness.residency.note_use(record.label, user)
+    for number in range(6):
+        own = called(harness, calls, replace(record, tenant="many", name=f"v{number}"), 0.0)
+        harness.residency.note_use(own, "many")
+        assert harness.residency.is_resident(record.label)
+    # A minute after the other tenant's use it is as any other.
+    for number in range(6, 9):
+        called(harness, calls, replace(record, tenant="many", name=f"v{number}"), 2 * KEPT_S)
+    assert not harness.residency.is_resident(record.label)
+
+
+def test_a_delta_that_its_loader_alone_has_used_is_not_kept_from_its_calls(
+    harness: ResidencyHarness,
+) -> None:
+    calls, record = ResidencyCalls(harness.residency, LOAD_TIMEOUT_S), harness.publish("public", seed=1)
+    assert harness.residency.load(record.label, "many")
+    harness.settle()
+    harness.residency.note_use(record.label, "many")
+    for number in range(6):
+        called(harness, calls, replace(record, tenant="many", name=f"v{number}"), 0.0)
+    assert not harness.residency.is_resident(record.label)

@@ -147,6 +147,14 @@ def test_an_idle_variant_keeps_no_slot_from_a_tenant_without_one() -> None:
     assert max(user.first_token_s for user in users) < 0.5
 
 
+def test_the_residency_is_told_of_each_tenant_that_uses_a_variant() -> None:
+    """Also of those whose sequences end while others go on."""
+    sim = Simulation(LIMITS, residency=SimResidency(2, 0.1))
+    ends = {"first": 20, "short": 10, "long": 100}
+    simulate(sim, [SimSequence(name, name, "v", 32, end, 0.0) for name, end in ends.items()])
+    assert sim.residency.used == {("v", name) for name in ends}
+
+
 def test_slots_of_idle_variants_are_kept_for_a_while_only() -> None:
     sim = Simulation(LIMITS, residency=SimResidency(2, 0.1))
     chat = SimSequence("s", "light", "v", 32, 20, 0.0)

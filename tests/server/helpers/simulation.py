@@ -78,6 +78,7 @@ class SimResidency(Residency):
         self.num_loaded = 0
         self.pinned: set[str] = set()
         self.holds: Counter[str] = Counter()
+        self.used: set[tuple[str, str]] = set()  # versions and tenants that have used them
         self._lru: OrderedDict[str, None] = OrderedDict()  # resident, least recently used first
         self._ready_at: dict[str, float] = {}
         self._tenant_of: dict[str, str] = {}  # whom each load began for
@@ -100,6 +101,10 @@ class SimResidency(Residency):
         assert self.holds[digest] > 0
         self.holds[digest] -= 1
         self._lru.move_to_end(digest)
+
+    def note_use(self, digest: str, tenant: str) -> None:
+        assert self.holds[digest] > 0
+        self.used.add((digest, tenant))
 
     def may_load(self, tenant: str) -> bool:
         return sum(loading == tenant for loading in self._tenant_of.values()) < MAX_LOADS

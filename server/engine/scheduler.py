@@ -37,8 +37,6 @@ ROOM_S, ROOM_EVERY_S = 5.0, 50.0
 # In so long all pages may be recomputed, however few tokens are computed meanwhile. And so long after a sequence within
 # its tenant's share found too few pages, none above its tenant's begins while more than may be is recomputed already.
 MAX_PAGE_DEBT_S, SHORT_S = 60.0, 10.0
-# A sequence that has not generated a token since it was admitted keeps its pages for so many times `cold_wait_s`.
-PROMPT_WAITS = 4
 # Weight of the steps before, in the estimate of what a step takes, after each further one.
 DECAY = 0.98
 # A step counts as at most so many times the estimate, or as a second, and all that is between two steps as a second: no
@@ -535,7 +533,7 @@ class Scheduler:
             if not tenant.num_running and s.queue.tenant.num_running > 1 and s.has_progressed
         ]
         if not free and self._page_budget >= 0:
-            victims = [s for s in larger if self._has_had_its_time(s)]
+            victims = [s for s in larger if self._now - s.running_since >= self._constants.cold_wait_s]
         if victims:
             victim = max(victims, key=_preemption_key)
             if victim not in free:
@@ -554,11 +552,6 @@ class Scheduler:
         if waiting.arrival in self._page_charges:
             num_used -= (running.num_tokens - running.num_tokens_at_admission) // self.kv_cache.page_tokens
         return num_used > self._num_used_with(waiting)
-
-    def _has_had_its_time(self, sequence: Sequence) -> bool:
-        """Return whether a running sequence has run for so long that it may lose its pages to a smaller one."""
-        num_waits = 1 if sequence.has_progressed else PROMPT_WAITS
-        return self._now - sequence.running_since >= num_waits * self._constants.cold_wait_s
 
     def _return_page_charge(self, sequence: Sequence, max_tokens: float = math.inf) -> None:
         """Give back to the budget what a sequence that waits no more need not compute again."""

@@ -357,24 +357,24 @@ def test_a_prompt_without_room_keeps_no_other_tenant_waiting(num_running: int, n
 
 
 @pytest.mark.parametrize("num_prompt", [300, 200])
-@pytest.mark.parametrize(("num_steps", "after_s"), [(1, 20.0), (4, 5.0)])
+@pytest.mark.parametrize("num_steps", [1, 4])
 def test_the_tenant_with_most_pages_gives_way_to_one_that_needs_fewer(
-    num_prompt: int, num_steps: int, after_s: float
+    num_prompt: int, num_steps: int
 ) -> None:
-    """Also if it has one sequence, which was there first; later if its prompt is not computed yet."""
+    """Also if it has one sequence, which was there first, and whether its prompt is computed or not."""
     sim = Simulation(step_limits(max_batch_tokens=100), kv_cache=pages(20))
     scheduler = sim.scheduler()
     scheduler.add(sequence("hog", num_prompt, tenant="a"), 0.0)
     for number in range(num_steps):
         step(scheduler.plan(number / 100))
     scheduler.add(sequence("chat", 120, tenant="b"), 0.1)
-    for now in (0.1, 1.2, after_s - 0.1):
+    for now in (0.1, 1.2, 4.9):
         assert "chat" not in planned(scheduler.plan(now))
-    plan = scheduler.plan(after_s + 0.1)
+    plan = scheduler.plan(5.1)
     assert [each.id for each in plan.preempted] == ["hog"]
     assert "chat" in planned(plan)
     # It does not take its pages back from one that holds fewer.
-    assert not scheduler.plan(after_s + 4.0).preempted
+    assert not scheduler.plan(9.0).preempted
 
 
 def longest_wait_s(sequence: SimSequence) -> float:
@@ -408,7 +408,7 @@ def test_a_long_sequence_that_gave_way_runs_on_when_its_pages_are_free(
     simulate(sim, [long, *others, *large], until_s=240.0)
     assert long.num_preempted > 0
     assert long.num_generated == 2000
-    assert longest_wait_s(long) < 20.0
+    assert longest_wait_s(long) < 25.0
     assert long.token_times[-1] < 120.0
 
 

@@ -18,7 +18,7 @@ from server.api import outputs as outputs_module
 from server.api.outputs import AnswerOutputs, RequestEvents, SequenceEnd, TextToken
 from server.errors import QueueFull
 from server.fairness import FairBudget
-from server.grammar.answer_parser import CallDelta, ToolCall, joined
+from server.grammar.answer_parser import AnswerParser, CallDelta, ToolCall, joined
 from server.grammar.grammar import Requested
 from server.inline import LocalMetrics
 from server.protocol.engine_client import EngineClient
@@ -26,6 +26,7 @@ from server.protocol.messages import DoneEvent, Event, FinishEvent, FinishReason
 from server.protocol.request import Request, SamplingParams, token_ids_of
 from server.text.answer_form import RenderedChat
 from server.text.chat_template import Conversation
+from server.text.detokenizer import IncrementalDetokenizer
 from server.text.service import TextService, VariantText
 from server.workers.pool import WorkerPool
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
@@ -193,14 +194,19 @@ def test_a_stream_and_a_whole_reply_have_the_same_parts_wherever_the_answer_is_c
 def test_sequences_that_wait_have_no_text_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request has up to 128 of them, of which most wait for a row, and hundreds of requests may wait."""
     texts = make_texts(tmp_path, loaded("tiny", "json"))
-    made = [Mock(wraps=outputs_module.IncrementalDetokenizer), Mock(wraps=outputs_module.AnswerParser)]
+    made = [Mock(wraps=IncrementalDetokenizer), Mock(wraps=AnswerParser)]
     monkeypatch.setattr(outputs_module, "IncrementalDetokenizer", made[0])
     monkeypatch.setattr(outputs_module, "AnswerParser", made[1])
 
     async def test(service: TextService, pool: WorkerPool) -> None:
         text, chat = await prompted(service)
         request = Request("r", "default", None, None, token_ids_of(chat.ids), 1000, SamplingParams(n=128))
-        begun = [TokenEvent(5, 97), TokenEvent(90, 97), FinishEvent(5, "length"), FinishEvent(90, "length")]
+        begun: list[Event] = [
+            TokenEvent(5, 97),
+            TokenEvent(90, 97),
+            FinishEvent(5, "length"),
+            FinishEvent(90, "length"),
+        ]
         outputs = AnswerOutputs(GivenEvents([*begun, DONE]), [request], text, chat.form, REQUESTED, True)
         assert [each.call_count for each in made] == [0, 0]
         while await outputs.take():

@@ -14,6 +14,7 @@ import pytest
 from server.api import generation
 from server.api.json_io import parsing_turns
 from server.grammar import field_values
+from server.grammar.answer_grammar import in_form
 from server.grammar.grammar import any_object, requested
 from server.protocol.engine_client import EngineClient, OnEvent
 from server.protocol.request import Request
@@ -132,7 +133,7 @@ def test_large_tools_are_read_beside_the_event_loop_and_small_ones_on_it(
 
         return call
 
-    monkeypatch.setattr(generation, "in_form", noted(generation.in_form))
+    monkeypatch.setattr(generation, "in_form", noted(in_form))
     monkeypatch.setattr(field_values, "_argument_types", noted(field_values._argument_types))
     properties = {f"p{number}": {"type": "integer"} for number in range(num_properties)}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}

@@ -311,6 +311,9 @@ def test_calls_without_an_outcome_are_bounded(
         for outcome in outcomes:
             outcome.set_result(None)
         assert [await call() for _ in range(4)] == [(202, None)] * 3 + [(503, "overloaded")]
+        # A service that closes waits until it has noted pins.
+        for outcome in outcomes[4:]:
+            outcome.set_result(None)
 
     serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
 

@@ -127,7 +127,7 @@ class EngineLink(Protocol):
         """Return the state of each version, named by its label; without a ready engine all are on disk.
 
         Args:
-            tenant: that asks, whoever owns the versions.
+            tenant: the one that asks, which may not own the versions.
 
         Raises:
             QueueFull: too many questions of the tenant wait, or the engine has not answered for `STATES_S`.

@@ -139,11 +139,11 @@ def test_large_tools_are_read_beside_the_event_loop_and_small_ones_on_it(
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
     asked = requested(any_object(), [tool])
     form = AnswerForm(calls=CallSyntax(kind, "<call>", "<call>", "\n", "</call>", ("<k>", "=", "</k>")))
-    service, tenant = SimpleNamespace(parsing=parsing_turns()), SimpleNamespace(name="acme")
-    call: Any = SimpleNamespace(requested=asked, tenant=tenant)
+    service: Any = SimpleNamespace(parsing=parsing_turns())
+    call: Any = SimpleNamespace(requested=asked, tenant=SimpleNamespace(name="acme"))
 
     async def talk() -> None:
-        made, types = await generation._formed(service, call, form)  # type: ignore[arg-type]
+        made, types = await generation._formed(service, call, form)
         assert made.grammar is not None
         assert made.grammar.text != any_object().text
         num_before = len(threads)

@@ -175,7 +175,7 @@ def attacks(sizes: Sizes) -> dict[str, Attack]:
             many,
             control=ONE_QUEUE,
         ),
-        # Each takes a fourteenth of the KV cache at 1.1B for as long as it decodes, and most of them wait for pages.
+        # At 1.1B a dozen of them fill the KV cache for as long as they decode, and the others wait for pages.
         Attack(
             "full-kv-cache",
             lambda n: post(

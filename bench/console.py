@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -193,7 +192,6 @@ def report(args: Namespace) -> Report:
         for index in range(args.repeats):
             turns.append(list(turn(browser, server.url, number)))
             say(f"turn {index + 1} of {args.repeats} is done")
-            time.sleep(0.1)
         version = browser.version
     rows = medians(turns)
     return Report(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -141,8 +140,8 @@ def test_ten_thousand_variants_are_paged_and_searched(browser: Browser, keyed: L
         page.get_by_role("button", name="Next").click()
         expect(page.get_by_text("51–100 of 10,000")).to_be_visible()
         # Nothing but the new page of the list, and the old one if its poll came just before.
-        pages = {f"{keyed.url}/variants?limit=50{after}" for after in ("", "&after=own~v-00049")}
-        assert {unquote(url) for url in asked if "/variants" in url} <= pages
+        pages = {f"{keyed.url}/variants?limit=50{after}" for after in ("", "&after=v-00049")}
+        assert {url for url in asked if "/variants" in url} <= pages
         assert serious_faults(page) == []
 
 

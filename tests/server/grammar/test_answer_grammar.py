@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import re
 from random import Random
 from typing import Any
 
@@ -28,6 +28,7 @@ from server.grammar.grammar import (
 from server.text.answer_form import AnswerForm, CallSyntax
 from tests.helpers.tiny_models import make_tokenizer
 from tests.server.helpers.answer_templates import SPECIAL, TEMPLATES, call, form_of, parsed, written
+from tests.server.helpers.lines import lines_of
 
 ANSWER = {
     "type": "object",
@@ -152,20 +153,22 @@ def test_reasoning_ends_at_its_marker_also_where_that_is_written_as_text(vocabul
 
 def test_a_grammar_costs_little_where_a_tokenizer_has_thousands_of_special_tokens() -> None:
     form = special_form("fields")
-    special = {number: f"<|{number}|>" for number in range(4096)}
-    many = AnswerForm(form.reasoning, False, form.calls, {**special, 5000: "<tool_call>"}, "")
-    parameters = {
-        "type": "object",
-        "properties": {f"key{number}": {"type": "string"} for number in range(400)},
-    }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    asked = requested(matching_schema(ANSWER), tools)
-    started = time.process_time()
-    grammar = in_form(asked, many).grammar
-    # A pattern of all special tokens for each key takes over a second.
-    assert time.process_time() - started < 0.3
-    assert grammar is not None
-    assert "<[5000]>" in grammar.text
+
+    def lines(num_special: int, num_keys: int) -> int:
+        special = {number: f"<|{number}|>" for number in range(num_special)}
+        many = AnswerForm(form.reasoning, False, form.calls, {**special, 5000: "<tool_call>"}, "")
+        properties = {f"key{number}": {"type": "string"} for number in range(num_keys)}
+        parameters = {"type": "object", "properties": properties}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        asked = requested(matching_schema(ANSWER), tools)
+        grammar = in_form(asked, many).grammar
+        assert grammar is not None
+        assert "<[5000]>" in grammar.text
+        re.purge()
+        return lines_of(lambda: in_form(asked, many))
+
+    # The special tokens are read once, not for each key.
+    assert lines(4096, 400) < 1.5 * (lines(4096, 1) + lines(1, 400))
 
 
 @pytest.mark.parametrize(
@@ -178,28 +181,37 @@ def test_a_grammar_costs_little_where_a_tokenizer_has_thousands_of_special_token
     ],
 )
 def test_a_schema_that_many_fields_refer_to_is_refused_before_it_costs_much(named: dict[str, Any]) -> None:
-    properties = {f"a{number}": {"$ref": "#/$defs/x"} for number in range(3000)}
-    parameters = {"properties": properties, "$defs": {"x": named}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    asked = requested(matching_schema(ANSWER), tools)
-    started = time.process_time()
-    with pytest.raises(InvalidRequest):
-        in_form(asked, form_of("fields"))
-    assert time.process_time() - started < 0.5
+    def lines(num_fields: int) -> int:
+        properties = {f"a{number}": {"$ref": "#/$defs/x"} for number in range(num_fields)}
+        parameters = {"properties": properties, "$defs": {"x": named}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        asked = requested(matching_schema(ANSWER), tools)
+
+        def refuse() -> None:
+            with pytest.raises(InvalidRequest):
+                in_form(asked, form_of("fields"))
+
+        return lines_of(refuse)
+
+    few, many = lines(1500), lines(3000)
+    # A grammar of all fields takes twice as many lines for twice as many.
+    assert many < 1.5 * few
 
 
 def test_the_special_tokens_of_a_markup_are_bounded() -> None:
     form = special_form("json")
     assert form.calls is not None
     markup = "".join(chr(number) for number in range(0x4E00, 0x4E00 + 900))
-    special = {
-        number: markup[start : start + size]
-        for number, (start, size) in enumerate((start, size) for start in range(800) for size in range(1, 42))
-    }
-    huge = AnswerForm((markup, "</think>"), False, form.calls, special)
-    started = time.process_time()
-    in_form(requested(matching_schema(ANSWER), TOOLS), huge)
-    assert time.process_time() - started < 0.3
+    asked = requested(matching_schema(ANSWER), TOOLS)
+
+    def lines(num_starts: int) -> int:
+        parts = ((start, size) for start in range(num_starts) for size in range(1, 42))
+        special = {number: markup[start : start + size] for number, (start, size) in enumerate(parts)}
+        huge = AnswerForm((markup, "</think>"), False, form.calls, special)
+        re.purge()
+        return lines_of(lambda: in_form(asked, huge))
+
+    assert lines(800) < 1.1 * lines(400)
 
 
 @pytest.mark.parametrize("name", [*CALLABLE, "none"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -28,6 +26,7 @@ from tests.server.helpers.answer_templates import (
     parsed,
     written,
 )
+from tests.server.helpers.lines import lines_of
 
 NAMES = sorted(TEMPLATES)
 FORMS = {name: form_of(name) for name in NAMES}
@@ -343,26 +342,14 @@ def references(shape: str, number: int) -> bytes:
 
 @pytest.mark.parametrize("shape", ["chain", "fan", "cycle"])
 def test_the_types_behind_references_cost_work_that_grows_with_the_schemas(shape: str) -> None:
-    num_lines = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal num_lines
-        num_lines += event == "line"
-        return count
-
-    def lines_of(number: int) -> int:
-        """Return how many lines of Python the types of so many schemas take."""
-        nonlocal num_lines
-        types, num_lines, before = ArgumentTypes(references(shape, number)), 0, sys.gettrace()
-        sys.settrace(count)
-        try:
-            found = types.of("f")
-        finally:
-            sys.settrace(before)
-        assert found["p0"] == {"chain": {"integer"}, "fan": {"integer", "null"}, "cycle": set()}[shape]
+    def lines(number: int) -> int:
+        types = ArgumentTypes(references(shape, number))
+        found = {"chain": {"integer"}, "fan": {"integer", "null"}, "cycle": set()}[shape]
+        num_lines = lines_of(lambda: types.of("f"))
+        assert types.of("f")["p0"] == found
         return num_lines
 
-    assert 0 < lines_of(1000) < 2.2 * lines_of(500)
+    assert 0 < lines(1000) < 2.2 * lines(500)
 
 
 def test_a_value_that_is_nested_too_deep_to_be_written_is_no_call() -> None:

@@ -21,7 +21,9 @@ from deltastore.registry import Registry
 from deltastore.registry.records import ArtifactFacts, ReportFile
 from deltastore.registry.variants import REPORTS
 
-TENANT = "hostile"
+# Attacks that run at once are of these tenants, in turn.
+TENANTS = ("hostile", "hostile-2")
+TENANT = TENANTS[0]
 # Another one, with the names of many versions, which would make lists of the first one long.
 HOARDER = "hoarder"
 # To compare with: other honest tenants, and the hostile one without its trick.
@@ -246,8 +248,9 @@ def publish_hostile(
     files: Mapping[str, bytes],
     base: Base,
     sizes: Sizes,
+    tenant: str = TENANT,
 ) -> None:
-    """Publish the hostile tenant's variants of a base; `files` are those of a sound tokenizer."""
+    """Publish a hostile tenant's variants of a base; `files` are those of a sound tokenizer."""
     grows = _sequence("normalizer", [_replaced("x", "y" * 10**6), _replaced("y", "z" * 10**6)])
     pattern = {"Regex": r"x*(?!x)\D\d"}
     backtracks = _sequence("decoder", [_replaced("x", "x" * 20_000), _replaced(pattern, "")])
@@ -267,25 +270,30 @@ def publish_hostile(
     for seed, (name, own) in enumerate(hostile.items(), 1000):
         path = directory / f"{name}.safetensors"
         write_norm_delta(path, shapes, seed, own, base)
-        publish(registry, path, name, TENANT)
+        publish(registry, path, name, tenant)
         path.unlink()
     for number in range(sizes.num_held):
         # The same bytes again would be the same version.
         path = directory / "held.safetensors"
         write_norm_delta(path, shapes, 2000 + number, dict(files), base)
-        publish(registry, path, "held", TENANT)
+        publish(registry, path, "held", tenant)
         path.unlink()
     report: dict[str, Any] = {"details": [[]] * (sizes.report_bytes // 4)}
     # `probe` and `many` stay on their first version.
     for name in ("probe", "many"):
         for _ in range(sizes.num_versions):
-            _publish_bytes(registry, name, base, activate=False)
+            _publish_bytes(registry, tenant, name, base, activate=False)
     for number in range(sizes.num_reports):
-        _publish_bytes(registry, f"fat-{number % 4}", base, report=report)
-    for number in range(sizes.num_public):
-        _publish_bytes(registry, f"public-{number}", base)
+        _publish_bytes(registry, tenant, f"fat-{number % 4}", base, report=report)
+
+
+def publish_public(registry: Registry, base: Base, sizes: Sizes) -> None:
+    """Publish what lists of all tenants have, and the names of one that has many, beside `publish_hostile`."""
+    names = [f"public-{number}" for number in range(sizes.num_public)]
+    for name in names:
+        _publish_bytes(registry, TENANT, name, base)
     _write_names(registry, sizes.num_names)
-    for name in ("probe", *(f"public-{number}" for number in range(sizes.num_public))):
+    for name in ("probe", *names):
         registry.set_visibility(TENANT, name, "public")
 
 
@@ -299,6 +307,7 @@ def post(path: str, document: Mapping[str, Any]) -> Call:
 
 def _publish_bytes(
     registry: Registry,
+    tenant: str,
     name: str,
     base: Base,
     report: Mapping[str, Any] | None = None,
@@ -309,7 +318,7 @@ def _publish_bytes(
     facts = ArtifactFacts(8, 8, base.fingerprint, "both", report or {})
     with registry.open_upload(None) as upload:
         upload.write(secrets.token_bytes(64))
-        registry.publish(upload.seal(), facts, tenant=TENANT, name=name, activate=activate)
+        registry.publish(upload.seal(), facts, tenant=tenant, name=name, activate=activate)
 
 
 def _write_names(registry: Registry, num_names: int) -> None:

@@ -6,7 +6,8 @@ takes the same from the processors. Attacks that fill the batch are compared wit
 prompts as long, and those of one trick with the same load without it: `begun-queue` with as many requests of one
 version, `pipelining` with as many on few connections, each after the reply to the one before, `unread-streams` with the
 same streams that are read. Each attack has a server of its own. Two attacks at once are given as `one+other`, and have
-both controls at once.
+both controls at once; each is of a tenant of its own. With `--minutes` an attack goes on for so long, and the sizes of
+all processes must be level: the largest of its last third is compared with that of the third before.
 Meanwhile the honest tenant asks for `/health`, lists, an upload and a greedy output, and the operator scrapes
 `/metrics`; none of these may be refused. A minute after each attack, the memory of each process is compared with that
 after the start.
@@ -20,9 +21,9 @@ import threading
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -31,8 +32,17 @@ from typing import Any, NamedTuple
 import httpx
 
 from bench.attacker import Sent, attacking
-from bench.attacks import HOARDER, KINDS, SMALL_SIZES, Attack, Sizes, attacks, publish_hostile
-from bench.attacks import TENANT as HOSTILE
+from bench.attacks import (
+    HOARDER,
+    KINDS,
+    SMALL_SIZES,
+    TENANTS,
+    Attack,
+    Sizes,
+    attacks,
+    publish_hostile,
+    publish_public,
+)
 from bench.client import StreamedRequest, gap_seconds, read_streams
 from bench.engine import SHAPES, SMALL, prompts, publish, text_of, tokenizer_files, write_base
 from bench.harness import CPU, Bench, Report, fixed, machine, ms, option, p99, table_of, text
@@ -186,6 +196,8 @@ MAX_RATIO = 1.5
 MAX_HEALTH_S = 0.2
 # A minute later a process may have so much of its size after the start, and so much more.
 MAX_GROWTH, FREE_GROWTH = 1.2, 64 << 20
+# While an attack goes on for minutes, a process may grow by so much of its size, and so much more.
+MAX_RISE, FREE_RISE = 1.1, 16 << 20
 KV_CACHE_GB = 0.5
 # What a process may take above its size after the start; docs/security.md says what for. The engine's pages and slots
 # are counted by Linux when they are first used.
@@ -207,6 +219,7 @@ class HostileScope:
     num_new: int = 120
     rest_s: float = REST_S
     max_connections: int = 256
+    minutes: float = 0.0  # that an attack lasts at least
 
 
 FULL_SCOPE = HostileScope(SHAPES["1.1b"])
@@ -220,6 +233,15 @@ class Memory:
     start: int
     peak: int
     later: int
+    rounds: Sequence[int] = ()  # after each round of the honest streams
+
+    @property
+    def is_level(self) -> bool:
+        """Whether it grew no more in the last third of an attack of six rounds or more."""
+        third = len(self.rounds) // 3
+        if third < 2:
+            return True
+        return max(self.rounds[-third:]) <= MAX_RISE * max(self.rounds[-2 * third : -third]) + FREE_RISE
 
     @property
     def is_given_back(self) -> bool:
@@ -249,6 +271,7 @@ class Beside:
         """The figures that exceed the goals."""
         peaks = [part for part, memory in self.memory.items() if not memory.is_within(BUDGETS[part])]
         kept = [part for part, memory in self.memory.items() if not memory.is_given_back]
+        rising = [part for part, memory in self.memory.items() if not memory.is_level]
         found = {
             "p99": self.ratio > MAX_RATIO,
             "/health": max(self.watched.health_s) > MAX_HEALTH_S,
@@ -259,6 +282,7 @@ class Beside:
             *(name for name, is_so in found.items() if is_so),
             *(f"peak of {part}" for part in peaks),
             *(f"memory kept by {part}" for part in kept),
+            *(f"memory of {part} not level" for part in rising),
         ]
 
     def results(self) -> dict[str, Any]:
@@ -294,44 +318,65 @@ class ServedWorld:
     server: Server
     sink: str
     honest: HonestTenant
-    hostile: Mapping[str, list[str]]  # keys by tenant; empty without keys
+    hostile: Mapping[str, str]  # keys by tenant; empty without keys
     crowd: list[str]
     start: Mapping[str, int]
 
-    def keys_of(self, attack: Attack) -> list[str]:
-        """Return the keys that the requests of an attack have in turn."""
-        return [] if attack.tenant is None else self.hostile.get(attack.tenant, [])
+    def keys_of(self, attack: Attack, number: int = 0) -> list[str]:
+        """Return the key of an attack's requests, if they have one; `number` counts the attacks at once."""
+        if attack.tenant is None or not self.hostile:
+            return []
+        return [self.hostile[TENANTS[number] if attack.tenant in TENANTS else attack.tenant]]
 
     def measure(self, together: Sequence[Attack], scope: HostileScope) -> Beside:
         """Run attacks at once, then their controls."""
         self.server.tree.restart_peaks()
         with ExitStack() as running:
             sent = [
-                running.enter_context(attacking(attack, scope.sizes, self.server.url, self.keys_of(attack)))
-                for attack in together
+                running.enter_context(
+                    attacking(attack, scope.sizes, self.server.url, self.keys_of(attack, number))
+                )
+                for number, attack in enumerate(together)
             ]
             time.sleep(HEAD_START_S)
             with self.honest.watching() as watched:
-                beside = self.honest.gaps()
+                beside, rounds = self._streams(scope.minutes)
         peaks, ended = _largest(self.server, "VmHWM"), time.monotonic()
         with ExitStack() as running:
-            for attack, one in zip(together, sent, strict=True):
-                running.enter_context(self._control(attack, scope, one))
+            for number, (attack, one) in enumerate(zip(together, sent, strict=True)):
+                running.enter_context(self._control(attack, scope, one, self.keys_of(attack, number)))
             time.sleep(HEAD_START_S)
             with self.honest.watching():
                 gaps = self.honest.gaps()
         time.sleep(max(0.0, scope.rest_s - (time.monotonic() - ended)))
         later = _largest(self.server, "VmRSS")
         memory = {
-            part: Memory(self.start.get(part, 0), peaks[part], later.get(part, 0))
+            part: Memory(
+                self.start[part], peaks[part], later.get(part, 0), [one.get(part, 0) for one in rounds]
+            )
             for part in peaks
             if part in self.start
         }
         return Beside(_name(together), gaps, beside, watched, _all(sent), memory)
 
-    def _control(self, attack: Attack, scope: HostileScope, sent: Sent) -> AbstractContextManager[Sent]:
+    def _streams(self, minutes: float) -> tuple[list[float], list[dict[str, int]]]:
+        """Read the honest streams, again until so many minutes have passed.
+
+        Returns:
+            the seconds between tokens, and the sizes of processes after each round, in bytes.
+        """
+        end = time.monotonic() + 60 * minutes
+        gaps, sizes = self.honest.gaps(), [_largest(self.server, "VmRSS")]
+        while time.monotonic() < end:
+            gaps += self.honest.gaps()
+            sizes.append(_largest(self.server, "VmRSS"))
+        return gaps, sizes
+
+    def _control(
+        self, attack: Attack, scope: HostileScope, sent: Sent, keys: Sequence[str]
+    ) -> AbstractContextManager[Sent]:
         """Return the control of an attack that has sent requests."""
-        keys, url = self.keys_of(attack), self.server.url
+        url = self.server.url
         if attack.control is None:
             return attacking(attack, scope.sizes, self.sink, keys, sent.interval_s)
         other = attacks(scope.sizes)[attack.control]
@@ -355,18 +400,26 @@ def _all(sent: Sequence[Sent]) -> Sent:
 def _kept(out: Path, scope: HostileScope, measured: Sequence[str]) -> list[dict[str, Any]]:
     """Return the figures of other attacks that a file has of this machine and these settings.
 
-    Each is beside a control of its own, so they need not be of one run.
+    Each is beside a control of its own, so they need not be of one run; each keeps its date.
     """
     if not out.exists():
         return []
     old = json.loads(out.read_text())
-    is_same = (old["machine"], old.get("settings")) == (machine(CPU), asdict(scope))
-    return [one for one in old["results"] if is_same and one["attack"] not in measured]
+    if (old["machine"], old["settings"]) != (machine(CPU), _settings(scope, old["settings"]["sizes"])):
+        return []
+    return [{"date": old["date"], **one} for one in old["results"] if one["attack"] not in measured]
+
+
+def _settings(scope: HostileScope, sizes: Collection[str]) -> dict[str, Any]:
+    """Return what rows of one document have in common: of the attacks' sizes, those with these names."""
+    settings = asdict(scope)
+    del settings["minutes"]
+    return {**settings, "sizes": {name: settings["sizes"].get(name) for name in sizes}}
 
 
 def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[Beside]:
     """Serve all tenants and measure the honest one beside attacks of these kinds."""
-    world = make_world(directory, scope)
+    world = make_world(directory, scope, 1 + any(TOGETHER in kind for kind in kinds))
     known = attacks(scope.sizes)
     found: list[Beside] = []
     for kind in kinds:
@@ -379,8 +432,8 @@ def measure(directory: Path, scope: HostileScope, kinds: Sequence[str]) -> list[
     return found
 
 
-def make_world(directory: Path, scope: HostileScope) -> World:
-    """Write the base and everybody's variants."""
+def make_world(directory: Path, scope: HostileScope, num_hostile: int = 1) -> World:
+    """Write the base and everybody's variants, those of so many hostile tenants."""
     base, registry = write_base(directory / "base", scope.shapes), Registry(directory / "registry")
     files = tokenizer_files(directory, scope.shapes)
     identity = Base.of(Checkpoint.open(base))
@@ -390,7 +443,9 @@ def make_world(directory: Path, scope: HostileScope) -> World:
     # Without keys, every request is of the tenant `default`.
     for tenant in (HONEST, "default"):
         publish(registry, variant, "v1", tenant)
-    publish_hostile(registry, directory, scope.shapes, files, identity, scope.sizes)
+    for tenant in TENANTS[:num_hostile]:
+        publish_hostile(registry, directory, scope.shapes, files, identity, scope.sizes, tenant)
+    publish_public(registry, identity, scope.sizes)
     return World(base, registry, upload)
 
 
@@ -405,13 +460,13 @@ def serving_all(world: World, scope: HostileScope, *flags: object, with_keys: bo
         auditor = Auditor(AuditLog(registry.root))
         roles: dict[str, list[Role]] = {
             HONEST: ["inference", "publish"],
-            HOSTILE: ["inference", "publish"],
+            **{tenant: ["inference", "publish"] for tenant in TENANTS},
             HOARDER: ["publish"],
             SCRAPER: ["metrics"],
         }
         keys = {
             tenant: store.create(auditor, tenant, roles.get(tenant, ["inference"])).text
-            for tenant in (HONEST, HOSTILE, HOARDER, SCRAPER, *CROWD)
+            for tenant in (HONEST, *TENANTS, HOARDER, SCRAPER, *CROWD)
         }
     with ExitStack() as stack:
         server = stack.enter_context(serving(serve_command(world.base, registry.root, *flags)))
@@ -421,7 +476,7 @@ def serving_all(world: World, scope: HostileScope, *flags: object, with_keys: bo
         stack.callback(honest.close)
         with honest.watching():
             honest.gaps()
-        hostile = {tenant: [keys[tenant]] for tenant in (HOSTILE, HOARDER)} if with_keys else {}
+        hostile = {tenant: keys[tenant] for tenant in (*TENANTS, HOARDER)} if with_keys else {}
         crowd = [keys[tenant] for tenant in CROWD] if with_keys else []
         yield ServedWorld(server, sink.url, honest, hostile, crowd, _largest(server, "VmRSS"))
 
@@ -448,6 +503,8 @@ def _kind(text: str) -> str:
     kinds = text.split(TOGETHER)
     if not set(kinds) <= set(KINDS) or len({attacks(SMALL_SIZES)[kind].keys for kind in kinds}) > 1:
         raise ArgumentTypeError(f"{text} is no attack, or its attacks need keys and no keys")
+    if len(kinds) > len(TENANTS):
+        raise ArgumentTypeError(f"{text}: at most {len(TENANTS)} attacks at once")
     return text
 
 
@@ -469,15 +526,16 @@ COLUMNS = {
 
 
 def report(args: Namespace) -> Report:
-    scope = SMALL_SCOPE if args.small else FULL_SCOPE
+    scope = replace(SMALL_SCOPE if args.small else FULL_SCOPE, minutes=args.minutes)
     found = [one.results() for one in measure(args.directory, scope, args.attacks)]
     results = [*(_kept(args.out, scope, args.attacks) if args.out else []), *found]
     results.sort(key=lambda one: [KINDS.index(kind) for kind in one["attack"].split(TOGETHER)])
-    return Report(asdict(scope), results, [table_of(COLUMNS, found)])
+    return Report(_settings(scope, asdict(scope.sizes)), results, [table_of(COLUMNS, found)])
 
 
 OPTIONS = [
-    option("--attacks", KINDS, f"all by default, one at a time: {', '.join(KINDS)}", nargs="+", type=_kind)
+    option("--attacks", KINDS, f"all by default, one at a time: {', '.join(KINDS)}", nargs="+", type=_kind),
+    option("--minutes", 0.0, "each attack lasts so long at least (default: as long as the streams)"),
 ]
 main = Bench(
     "hostile", __doc__, report, OPTIONS, small="a tiny model", folder="for checkpoints and the registry"

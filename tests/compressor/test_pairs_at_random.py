@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
@@ -290,7 +290,8 @@ def test_faults_give_the_model_that_transformers_loads_or_one_line(
 
 
 @pytest.mark.deploy
-@settings(max_examples=300, deadline=None)
+# A case is made of many numbers, whatever they are.
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.large_base_example])
 @given(source=st.randoms(use_true_random=False))
 def test_other_faults_do_too(source: Random, pairs: dict[str, tuple[Form, Form]]) -> None:
     case = drawn_case(source)

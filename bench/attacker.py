@@ -90,17 +90,19 @@ def main() -> None:
 
 async def _attack(attack: Attack, url: str, keys: Sequence[str], interval_s: float) -> Counter[str]:
     replies: Counter[str] = Counter()
-    limits = httpx.Limits(max_connections=None)
     over = asyncio.Event()
     asyncio.get_running_loop().add_reader(sys.stdin, over.set)
     print("sending", flush=True)
-    async with httpx.AsyncClient(base_url=url, timeout=REPLY_S, limits=limits) as http:
-        sender = _Client(http, attack, _Pace(interval_s), replies)
-        work = {"ask": sender.ask, "hold": sender.hold, "pipeline": sender.pipeline}[attack.manner]
-        tasks = [
-            asyncio.create_task(work(number, _headers(keys, number)))
-            for number in range(attack.num_connections)
-        ]
+    async with contextlib.AsyncExitStack() as clients:
+        pace, tasks = _Pace(interval_s), []
+        for number in range(attack.num_connections):
+            # One pool of hundreds of connections looks at each pair of them for each request, for most of a processor.
+            http = await clients.enter_async_context(
+                httpx.AsyncClient(base_url=url, timeout=REPLY_S, verify=False)
+            )
+            sender = _Client(http, attack, pace, replies)
+            work = {"ask": sender.ask, "hold": sender.hold, "pipeline": sender.pipeline}[attack.manner]
+            tasks.append(asyncio.create_task(work(number, _headers(keys, number))))
         await over.wait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REPLY_S):

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
+import time
 from codecs import BOM_UTF8
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ParamSpec, TypeVar
@@ -28,7 +30,7 @@ from server.api.fields import IgnoredNames, ignored_fields, told
 from server.api.schemas import OpenAIBody
 from server.errors import InvalidRequest, RequestTimeout
 from server.fairness import FairBudget, FairLimiter
-from server.tenants.loop_ledger import timed_on_thread
+from server.tenants.loop_ledger import LoopLedger, timed_on_thread
 
 JSON = "application/json"
 # Bound on one JSON body.
@@ -43,6 +45,8 @@ FREE_BYTES = 64 << 10
 MARKS, MAX_MARKS = (b"{", b"[", b'"', b","), 400
 # Bodies of one tenant that wait to be parsed; their bytes are bounded before.
 MAX_WAITING = 4096
+# Of one call: a tenant whose texts take threads long goes on.
+MAX_REST_S = 2.0
 # A JSON body must be complete after this time.
 JSON_S = 120.0
 # Each `SLOW_S` of waiting for a client must bring `SLOW_BYTES` of its body, or the end: 4 KiB/s.
@@ -60,6 +64,44 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+class ParsingTurns:
+    """Turns of tenants for `parsed`: one call at a time, because a parser holds the interpreter's lock.
+
+    While other tenants are served, a tenant's call begins when twice as long has passed since its last one began as
+    threads have worked for it. So a tenant that sends large bodies alone takes half of a processor, which it would else
+    take from the engine.
+
+    Args:
+        ledger: the seconds of the tenants.
+        clock: by which calls rest.
+    """
+
+    def __init__(self, ledger: LoopLedger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ledger = ledger
+        self._clock = clock
+        self._turns = FairLimiter(1, 1, MAX_WAITING)
+        # A call that rests keeps those of other tenants waiting for nothing.
+        self._own_turns = FairLimiter(sys.maxsize, 1, MAX_WAITING)
+        # When the last call of each tenant began, and the seconds that threads had worked for it.
+        self._begun: dict[str, tuple[float, float]] = {}
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Wait for a tenant's turn and hold it inside the `async with` block.
+
+        Raises:
+            QueueFull: `MAX_WAITING` calls of the tenant wait.
+        """
+        async with self._own_turns.permit(tenant):
+            if tenant in self._begun and self._ledger.has_others(tenant):
+                begun_at, worked_s = self._begun[tenant]
+                rested_at = begun_at + 2 * (self._ledger.used_on_threads(tenant) - worked_s)
+                await asyncio.sleep(min(rested_at - self._clock(), MAX_REST_S))
+            async with self._turns.permit(tenant):
+                self._begun[tenant] = self._clock(), self._ledger.used_on_threads(tenant)
+                yield
+
+
 @dataclass(frozen=True, slots=True)
 class Bodies:
     """Memory that the JSON bodies of one application share, turns of the thread that parses the large ones, and what
@@ -67,28 +109,23 @@ class Bodies:
     """
 
     budget: FairBudget
-    parsing: FairLimiter
+    parsing: ParsingTurns
     ignored: IgnoredNames
 
 
-def parsing_turns() -> FairLimiter:
-    """Return the turns of tenants for `parsed`: one at a time, because a parser holds the interpreter's lock."""
-    return FairLimiter(1, 1, MAX_WAITING)
-
-
 async def parsed(
-    parsing: FairLimiter, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    parsing: ParsingTurns, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Call a function of a request's large values on a thread, in its tenant's turn.
 
     Raises:
         QueueFull: `MAX_WAITING` calls of the tenant wait.
     """
-    async with parsing.permit(tenant):
+    async with parsing.turn(tenant):
         return await asyncio.to_thread(timed_on_thread(function), *args, **kwargs)
 
 
-def install_bodies(app: FastAPI, parsing: FairLimiter, num_bytes: int = MAX_HELD_BYTES) -> None:
+def install_bodies(app: FastAPI, parsing: ParsingTurns, num_bytes: int = MAX_HELD_BYTES) -> None:
     """Give the application's JSON bodies a budget of bytes, and turns in which large ones are parsed."""
     app.state.bodies = Bodies(FairBudget(num_bytes, "bytes of large bodies"), parsing, IgnoredNames())
 

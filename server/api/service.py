@@ -23,7 +23,7 @@ from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord, is_name
 from deltastore.threads import IDLE_NICENESS
 from server.api.downloads import Downloads
-from server.api.json_io import parsing_turns
+from server.api.json_io import ParsingTurns
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.fairness import FairBudget
 from server.grammar.service import GrammarService
@@ -110,7 +110,7 @@ class Service:
         self.num_uploads: Counter[str] = Counter()  # under way, by tenant
         self.artifact_checks = ArtifactChecks(settings.base)
         self.draining = False
-        self.parsing = parsing_turns()
+        self.parsing = ParsingTurns(self.loop_ledger)
         self.downloads = Downloads(self.unsent)
         self.shared = shared
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)

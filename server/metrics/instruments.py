@@ -134,6 +134,11 @@ class Counter:
         self._value = 0.0
         self._created = time.time()
 
+    @property
+    def value(self) -> float:
+        """The sum of what was added."""
+        return self._value
+
     def inc(self, amount: float = 1.0) -> None:
         """Add an amount."""
         with self._lock:

@@ -65,6 +65,10 @@ class LoopLedger:
         left = 1.0 - self.slide() / WINDOW_S
         return self._now.get(tenant, 0.0) + left * self._before.get(tenant, 0.0)
 
+    def used_on_threads(self, tenant: str) -> float:
+        """Return all processor seconds that threads have worked for a tenant."""
+        return self.total.labels(tenant, "thread").value
+
     def has_time(self, tenant: str) -> bool:
         """True for a tenant, and for callers without a valid key until they have had their part."""
         return tenant not in WITHOUT_KEY or self.used(tenant) < PART_WITHOUT_KEY * WINDOW_S

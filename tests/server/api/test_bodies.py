@@ -16,6 +16,8 @@ from msgspec import Struct
 from server.api import errors, json_io
 from server.api.json_io import MAX_BYTES, json_body
 from server.errors import InvalidRequest
+from server.metrics.metrics import FrontendMetrics
+from server.tenants.loop_ledger import LoopLedger
 from server.tenants.tenant import UNAUTHENTICATED
 from tests.server.helpers.web import Web, answer, code_of, talk
 
@@ -35,11 +37,16 @@ class Text(Struct, forbid_unknown_fields=True):
 parsed_by: dict[int, int] = {}
 
 
+def make_ledger() -> LoopLedger:
+    """Make a ledger in which no second passes."""
+    return LoopLedger(FrontendMetrics().tenant_seconds_total, lambda: 0.0)
+
+
 def application(num_bytes: int = 64 * MEBIBYTE) -> Callable[..., Awaitable[None]]:
     """Return an application that answers with the length of a body's text."""
     app = FastAPI()
     errors.install(app)
-    json_io.install_bodies(app, json_io.parsing_turns(), num_bytes)
+    json_io.install_bodies(app, json_io.ParsingTurns(make_ledger()), num_bytes)
 
     @app.post("/")
     async def length(body: Annotated[Text, Depends(json_body(Text))]) -> int:
@@ -182,6 +189,63 @@ def test_a_body_of_many_small_values_is_parsed_beside_the_event_loop(piece: str)
         assert here == threading.get_ident() != beside
 
     run(what)
+
+
+def rests_of(monkeypatch: pytest.MonkeyPatch, ledger: LoopLedger) -> list[float]:
+    """Return the seconds for which the second, third and fourth calls of a tenant rest, where each one works for 0.1 s
+    and the clock goes on by 0.05 s meanwhile.
+    """
+    now, rests = [100.0], list[float]()
+
+    async def sleep(seconds: float) -> None:
+        rests.append(round(seconds, 6))
+        now[0] += seconds
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    turns = json_io.ParsingTurns(ledger, lambda: now[0])
+
+    async def call() -> None:
+        async with turns.turn("acme"):
+            ledger.total.labels("acme", "thread").inc(0.1)
+            now[0] += 0.05
+
+    async def talk() -> None:
+        for _ in range(3):
+            await call()
+        # Work that is charged behind a call's end counts, up to a bound.
+        ledger.total.labels("acme", "thread").inc(9.0)
+        await call()
+
+    asyncio.run(talk())
+    return rests
+
+
+def test_a_tenant_of_large_bodies_rests_as_long_as_its_threads_work_while_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, shared = make_ledger(), make_ledger()
+    for ledger in (alone, shared):
+        ledger.charge("acme", 0.01)
+    assert rests_of(monkeypatch, alone) == []
+    shared.charge("other", 0.01)
+    assert rests_of(monkeypatch, shared) == [0.15, 0.15, json_io.MAX_REST_S]
+
+
+def test_a_call_that_rests_lets_those_of_other_tenants_begin() -> None:
+    ledger, order = make_ledger(), list[str]()
+    ledger.charge("other", 0.01)
+    turns = json_io.ParsingTurns(ledger)
+
+    async def call(tenant: str) -> None:
+        async with turns.turn(tenant):
+            order.append(tenant)
+            ledger.total.labels(tenant, "thread").inc(0.2)
+
+    async def talk() -> None:
+        await asyncio.gather(call("acme"), call("acme"), call("other"))
+
+    asyncio.run(talk())
+    assert order == ["acme", "other", "acme"]
 
 
 def test_an_announced_length_over_the_limit_is_refused_before_a_byte_is_read() -> None:

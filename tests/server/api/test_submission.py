@@ -12,12 +12,14 @@ from typing import Any, Literal
 import pytest
 
 from server.api import generation
-from server.api.json_io import parsing_turns
+from server.api.json_io import ParsingTurns
 from server.grammar import field_values
 from server.grammar.answer_grammar import in_form
 from server.grammar.grammar import any_object, requested
+from server.metrics.metrics import FrontendMetrics
 from server.protocol.engine_client import EngineClient, OnEvent
 from server.protocol.request import Request
+from server.tenants.loop_ledger import LoopLedger
 from server.text.answer_form import AnswerForm, CallSyntax
 from server.text.service import VariantText
 from tests.server.helpers.http_app import HttpApp, with_engine
@@ -139,7 +141,7 @@ def test_large_tools_are_read_beside_the_event_loop_and_small_ones_on_it(
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
     asked = requested(any_object(), [tool])
     form = AnswerForm(calls=CallSyntax(kind, "<call>", "<call>", "\n", "</call>", ("<k>", "=", "</k>")))
-    service: Any = SimpleNamespace(parsing=parsing_turns())
+    service: Any = SimpleNamespace(parsing=ParsingTurns(LoopLedger(FrontendMetrics().tenant_seconds_total)))
     call: Any = SimpleNamespace(requested=asked, tenant=SimpleNamespace(name="acme"))
 
     async def talk() -> None:

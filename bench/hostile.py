@@ -237,7 +237,7 @@ class Memory:
 
     @property
     def is_level(self) -> bool:
-        """Whether it grew no more in the last third of an attack of six rounds or more."""
+        """True if it grew no more in the last third of an attack of six rounds or more."""
         third = len(self.rounds) // 3
         if third < 2:
             return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 import time
@@ -67,17 +68,24 @@ P = ParamSpec("P")
 class ParsingTurns:
     """Turns of tenants for `parsed`: one call at a time, because a parser holds the interpreter's lock.
 
-    While other tenants are served, a tenant's call begins when twice as long has passed since its last one began as
-    threads have worked for it. So a tenant that sends large bodies alone takes half of a processor, which it would else
-    take from the engine.
+    While other tenants are served, a tenant's call rests until threads have worked for it in at most a part of the time
+    since its last one began. So a tenant that sends nothing but large bodies takes that part of a processor from the
+    engine.
 
     Args:
         ledger: the seconds of the tenants.
+        num_cores: that the process may use; the part is an eighth of them, and at most half of one.
         clock: by which calls rest.
     """
 
-    def __init__(self, ledger: LoopLedger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        ledger: LoopLedger,
+        num_cores: int = len(os.sched_getaffinity(0)),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._ledger = ledger
+        self._part = min(num_cores / 8, 0.5)
         self._clock = clock
         self._turns = FairLimiter(1, 1, MAX_WAITING)
         # A call that rests keeps those of other tenants waiting for nothing.
@@ -95,7 +103,7 @@ class ParsingTurns:
         async with self._own_turns.permit(tenant):
             if tenant in self._begun and self._ledger.has_others(tenant):
                 begun_at, worked_s = self._begun[tenant]
-                rested_at = begun_at + 2 * (self._ledger.used_on_threads(tenant) - worked_s)
+                rested_at = begun_at + (self._ledger.used_on_threads(tenant) - worked_s) / self._part
                 await asyncio.sleep(min(rested_at - self._clock(), MAX_REST_S))
             async with self._turns.permit(tenant):
                 self._begun[tenant] = self._clock(), self._ledger.used_on_threads(tenant)

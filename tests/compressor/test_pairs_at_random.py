@@ -143,8 +143,9 @@ def expected(form: Form, faults: Sequence[Fault], directory: Path) -> Tensor | N
     if found is not None:
         return found
     meant = applied(form, [*faults], spelled=False)
-    embedding = meant.tensors.get(meant.embedding)
-    rows = len(embedding) if embedding is not None and embedding.dim() else 0
+    # Tied ends may be stored as the head alone.
+    table = meant.tensors.get(meant.embedding, meant.tensors.get(meant.head))
+    rows = len(table) if table is not None and table.dim() else 0
     if directory.name == "finetune":
         # A delta has the rows of the tensors, whatever the fine-tune's configuration says.
         meant.config["vocab_size"] = rows

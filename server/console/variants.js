@@ -1,6 +1,6 @@
 // The list of a tenant's variants, and the page of one: versions, history and what can be done with them.
 
-import { useEffect, useRef, useState } from "./hooks.mjs";
+import { useEffect, useLayoutEffect, useRef, useState } from "./hooks.mjs";
 import { call, upload } from "./api.js";
 import { labelOf, leaving, live, may } from "./state.js";
 import {
@@ -42,7 +42,8 @@ export function Variants() {
     const timer = setTimeout(() => (setSearch(text.trim()), setPages([])), SEARCH_MS);
     return () => clearTimeout(timer);
   }, [text]);
-  useEffect(() => {
+  // A layout effect: who sees the field can press the key, and an effect comes a frame later, or a tenth of a second.
+  useLayoutEffect(() => {
     const pressed = (event) => {
       if (event.key !== "/" || /^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement.tagName)) return;
       event.preventDefault();

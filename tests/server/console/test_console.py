@@ -138,6 +138,24 @@ def test_a_version_is_rolled_back_by_keyboard_alone(
     expect(history).to_have_count(3)
 
 
+def test_the_key_of_the_search_works_from_the_turn_that_shows_the_field(
+    page: Page, operated: LiveServer
+) -> None:
+    expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
+    assert page.evaluate(
+        """() => new Promise((resolve) => {
+          new MutationObserver((_, observer) => {
+            const field = document.querySelector("input[type=search]");
+            if (!field) return;
+            observer.disconnect();
+            document.dispatchEvent(new KeyboardEvent("keydown", { key: "/", bubbles: true }));
+            resolve(document.activeElement === field);
+          }).observe(document.body, { childList: true, subtree: true });
+          location.hash = "#/variants";
+        })"""
+    )
+
+
 def test_escape_closes_a_dialog_changes_nothing_and_gives_the_focus_back(
     page: Page, operated: LiveServer, artifacts: Artifacts
 ) -> None:

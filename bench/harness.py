@@ -27,6 +27,8 @@ import torch
 from deltastore.console import table
 
 RESULTS = Path(__file__).parent / "results"
+# Those that decide how fast products of matrices are, slow ones first.
+INSTRUCTIONS = ("avx2", "asimd", "avx512f", "sve", "avx512_bf16", "bf16", "amx_bf16")
 LIBRARIES = ("torch", "transformers", "safetensors", "numpy", "numba", "triton")
 CPU = torch.device("cpu")
 BEST_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -306,7 +308,8 @@ def p99(values: Sequence[float]) -> float:
 def machine(device: torch.device) -> dict[str, Any]:
     """Describe the hardware."""
     return {
-        "cpu": _cpu_model(),
+        "cpu": _cpu_fact("model name") or platform.machine(),
+        "instructions": _instructions(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -326,12 +329,19 @@ def describe(device: torch.device) -> str:
     """Describe the machine in one line, for the head of a report."""
     facts = machine(device)
     where = "" if facts["device"] == "cpu" else f", {facts['device']}"
-    return f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB{where}"
+    cpu = " ".join([facts["cpu"], *facts["instructions"][-1:]])
+    return f"{cpu}, {facts['cores']} cores, {facts['memory_bytes'] / 2**30:.0f} GiB{where}"
 
 
-def _cpu_model() -> str:
-    """Return the CPU's model name of Linux, or the architecture if there is none."""
+def _instructions() -> list[str]:
+    """Return those of `INSTRUCTIONS` that the processor has: one name often stands for several generations."""
+    found = {*_cpu_fact("flags").split(), *_cpu_fact("Features").split()}
+    return [name for name in INSTRUCTIONS if name in found]
+
+
+def _cpu_fact(name: str) -> str:
+    """Return what Linux tells of the first processor, or an empty text."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
+        if line.startswith(name):
             return line.partition(":")[2].strip()
-    return platform.machine()
+    return ""

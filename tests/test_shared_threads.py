@@ -85,6 +85,7 @@ def test_no_function_keeps_results_without_a_bound_for_what_tenants_send() -> No
         "kernels/onebit_cuda.py: _blocks(ends: tuple[int, ...], size: int, device: torch.device)",
         "model/attention.py: _single_token_kernel(device_type: str)",
         "protocol/control.py: _signature(method: str)",
+        "workers/worker_process.py: template_of(modules: tuple[str, ...], niceness: int)",
     }
 
 

@@ -26,6 +26,7 @@ from server.api.downloads import Downloads
 from server.api.json_io import ParsingTurns
 from server.errors import Draining, Forbidden, InvalidRequest, QueueFull
 from server.fairness import FairBudget
+from server.grammar.matching import WORKER_MODULES
 from server.grammar.service import GrammarService
 from server.metrics.exposition import RegistryScrapes
 from server.metrics.metrics import FrontendMetrics
@@ -115,7 +116,8 @@ class Service:
         self.shared = shared
         self._background = BackgroundThreads(UPLOAD_THREADS, "upload", IDLE_NICENESS)
         num_text_workers = min(max(os.cpu_count() or 1, MIN_TEXT_WORKERS), MAX_TEXT_WORKERS)
-        self._text_workers = text_pool(num_text_workers, several_tenants=settings.auth == "keys")
+        # They try new grammars too, and so share the template of the workers that match them.
+        self._text_workers = text_pool(num_text_workers, WORKER_MODULES, settings.auth == "keys")
         self.grammars = GrammarService(engine, self._text_workers)
         self._text: TextService | None = None
         self._kept: set[asyncio.Task[Any]] = set()

@@ -544,9 +544,11 @@ class TextService:
             raise ArtifactError(f"{where}: its chat template is not UTF-8: upload it repaired") from error
 
 
-def text_pool(num_workers: int, several_tenants: bool = False) -> WorkerPool:
+def text_pool(
+    num_workers: int, modules: tuple[str, ...] = WORKER_MODULES, several_tenants: bool = False
+) -> WorkerPool:
     """Return a pool of workers for a `TextService`; its owner closes it."""
-    return WorkerPool(num_workers, WORK_LIMITS, WORKER_MODULES, several_tenants=several_tenants)
+    return WorkerPool(num_workers, WORK_LIMITS, modules, several_tenants=several_tenants)
 
 
 class SingleFlight:

@@ -2,19 +2,17 @@
 
 A hostile tokenizer can abort its process or never return, and no thread can be stopped: only a process can be killed.
 
-Work that kills its worker again and again lengthens the pause before the next start, so that it costs others' processor
-time only what its own tasks ask for: a task never waits for the pause.
+A worker is forked when a task needs it, which takes milliseconds: work that kills its worker again and again costs
+others no more processor time than its own tasks ask for.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple
@@ -22,87 +20,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from server.errors import Draining, InvalidRequest, WorkerDied, WorkerTimeout
 from server.fairness import FairLimiter, Share, tenant_of
 from server.workers.worker_main import NICENESS, Limits, Reply
-from server.workers.worker_process import WorkerProcess, pack_task
-
-log = logging.getLogger(__name__)
-
-# The pause after the second loss within `CALM_S`; it doubles with each further one.
-MIN_PAUSE_S = 1.0
-MAX_PAUSE_S = 60.0
-# Without a loss for this long, the next one is replaced at once.
-CALM_S = 60.0
-
-
-class Backoff:
-    """The pause before a worker is started in the background.
-
-    Args:
-        now: a clock in seconds.
-    """
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self.pause_s = 0.0
-        self._now = now
-        self._lost_at: float | None = None
-
-    def lost(self) -> None:
-        """Count a worker that ended."""
-        before, self._lost_at = self._lost_at, self._now()
-        is_calm = before is None or self._lost_at - before >= CALM_S
-        self.pause_s = 0.0 if is_calm else min(max(2 * self.pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
-
-
-class Replacement:
-    """A worker that starts after a pause, or at once when a task claims it; one task may.
-
-    Args:
-        start: starts a worker, and returns it when it takes tasks.
-        pause_s: seconds before the start.
-    """
-
-    def __init__(self, start: Callable[[], Coroutine[Any, Any, WorkerProcess]], pause_s: float) -> None:
-        self.is_asleep = True
-        self.claimer: asyncio.Future[WorkerProcess] | None = None
-        self._hurry = asyncio.Event()
-        self.task = asyncio.create_task(self._run(start, pause_s))
-
-    @property
-    def is_claimed(self) -> bool:
-        return self.claimer is not None and not self.claimer.done()
-
-    def claim(self) -> asyncio.Future[WorkerProcess]:
-        """End the pause, and return what `hand_over` gives the worker or the error of its start."""
-        self.hurry()
-        self.claimer = asyncio.get_running_loop().create_future()
-        return self.claimer
-
-    def hurry(self) -> None:
-        """End the pause."""
-        self._hurry.set()
-
-    def hand_over(self) -> WorkerProcess | None:
-        """Give the outcome of the ended start to the task that claims it; return the worker if none does."""
-        error = self.task.exception()
-        if self.claimer is None or self.claimer.done():
-            if error is None:
-                return self.task.result()
-            if not isinstance(error, Draining):
-                log.warning("no worker could be started in place of one that ended: %s", error)
-        elif error is None:
-            self.claimer.set_result(self.task.result())
-        else:
-            self.claimer.set_exception(error)
-        return None
-
-    async def _run(
-        self, start: Callable[[], Coroutine[Any, Any, WorkerProcess]], pause_s: float
-    ) -> WorkerProcess:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await self._hurry.wait()
-        self.is_asleep = False
-        return await start()
-
+from server.workers.worker_process import WorkerProcess, pack_task, template_of
 
 # Waiting tasks of one share. Each keeps its arguments in memory.
 MAX_WAITING = 64
@@ -114,7 +32,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class WorkerPool:
-    """Worker processes, started when they are needed. One that ended is replaced in the background.
+    """Worker processes, started when they are needed.
 
     Args:
         num_workers: tasks that run at a time. One share has at most half of them.
@@ -142,11 +60,6 @@ class WorkerPool:
         self._workers: dict[WorkerProcess, deque[Share]] = {}
         # The longest idle one comes first.
         self._idle: list[WorkerProcess] = []
-        self._spawning: set[asyncio.Task[WorkerProcess]] = set()
-        # The most workers that there were at a time: as many are started again, one after the other.
-        self._num_wanted = 0
-        self._backoff = Backoff()
-        self._replacement: Replacement | None = None
         self._ending: set[asyncio.Task[None]] = set()
         # Made for the first worker. A worker that is killed cannot remove its temporary files.
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
@@ -219,13 +132,8 @@ class WorkerPool:
     async def close(self) -> None:
         """Kill the workers; running and waiting tasks raise Draining. Returns when all workers have ended."""
         self._closed = True
-        await asyncio.gather(*self._spawning, return_exceptions=True)
         for worker in list(self._workers):
             self._discard(worker)
-        if self._replacement is not None:
-            # It finds the pool closed, or its worker killed.
-            self._replacement.hurry()
-            await asyncio.wait({self._replacement.task})
         await asyncio.gather(*self._ending)
         if self._scratch is not None:
             await asyncio.to_thread(self._scratch.cleanup)
@@ -233,8 +141,8 @@ class WorkerPool:
     async def _take(self, share: Share) -> WorkerProcess:
         """Return an idle worker, or a new one."""
         for worker in [worker for worker in self._idle if not worker.is_usable]:
-            self._lose(worker)
-        worker = self._idle_for(share) or await self._new()
+            self._discard(worker)
+        worker = self._idle_for(share) or await self._start()
         if worker in self._idle:
             self._idle.remove(worker)
         self._workers[worker].append(share)
@@ -243,8 +151,8 @@ class WorkerPool:
     def _idle_for(self, share: Share) -> WorkerProcess | None:
         """Return an idle worker that served the share before, or else one that served no other tenant.
 
-        Another tenant's worker is taken only if no further one may be started: work that kills its worker would
-        have the other tenant wait for the start of a new one.
+        Another tenant's worker is taken only if no further one may be started: it may have the tokenizers of its
+        tenant loaded, and work that kills it would have the tenant load them again.
         """
         for worker in self._idle:
             if share in self._workers[worker]:
@@ -252,33 +160,15 @@ class WorkerPool:
         for worker in self._idle:
             if all(tenant_of(other) == tenant_of(share) for other in self._workers[worker]):
                 return worker
-        may_start = self._may_claim() or self._num_started() < self._num_workers
+        may_start = len(self._workers) < self._num_workers
         return None if may_start or not self._idle else self._idle[0]
-
-    async def _new(self) -> WorkerProcess:
-        """Return the worker that is being started in the background, or start one."""
-        if self._replacement is None or not self._may_claim():
-            return await self._start()
-        claim = self._replacement.claim()
-        try:
-            return await claim
-        except asyncio.CancelledError:
-            # It came in the same moment.
-            if claim.done() and not claim.cancelled() and claim.exception() is None:
-                self._give_back(claim.result())
-            raise
-
-    def _may_claim(self) -> bool:
-        return self._replacement is not None and not self._replacement.is_claimed
-
-    def _num_started(self) -> int:
-        """Return the number of workers, those included that are being started or are about to be."""
-        is_to_come = self._replacement is not None and self._replacement.is_asleep
-        return len(self._workers) + len(self._spawning) + is_to_come
 
     async def _start(self) -> WorkerProcess:
         self._check_open()
-        worker = await self._spawn()
+        if self._scratch is None:
+            self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
+        worker = WorkerProcess(template_of(self._modules, self._niceness), Path(self._scratch.name))
+        self._workers[worker] = deque(maxlen=MAX_REMEMBERED)
         try:
             await worker.ready()
         except WorkerDied:
@@ -290,64 +180,15 @@ class WorkerPool:
             raise
         return worker
 
-    async def _spawn(self) -> WorkerProcess:
-        """Start a process and remember it, also when the caller is cancelled; `close` ends all it remembers."""
-        if self._scratch is None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="peraxis-workers-", ignore_cleanup_errors=True)
-        spawning = asyncio.create_task(
-            WorkerProcess.spawn(self._modules, Path(self._scratch.name), self._niceness)
-        )
-        self._spawning.add(spawning)
-        spawning.add_done_callback(self._on_spawned)
-        try:
-            return await asyncio.shield(spawning)
-        except asyncio.CancelledError:
-            spawning.add_done_callback(self._discard_spawned)
-            raise
-
-    def _on_spawned(self, spawning: asyncio.Task[WorkerProcess]) -> None:
-        self._spawning.discard(spawning)
-        if not spawning.cancelled() and spawning.exception() is None:
-            self._workers[spawning.result()] = deque(maxlen=MAX_REMEMBERED)
-            self._num_wanted = min(self._num_workers, max(self._num_wanted, len(self._workers)))
-
-    def _discard_spawned(self, spawning: asyncio.Task[WorkerProcess]) -> None:
-        if not spawning.cancelled() and spawning.exception() is None:
-            self._discard(spawning.result())
-
     def _give_back(self, worker: WorkerProcess) -> None:
-        if not worker.is_usable:
-            self._lose(worker)
         # There is one too many if a task came while `warm` started them.
-        elif self._closed or len(self._workers) > self._num_workers:
+        if self._closed or not worker.is_usable or len(self._workers) > self._num_workers:
             self._discard(worker)
         else:
             self._idle.append(worker)
 
-    def _lose(self, worker: WorkerProcess) -> None:
-        """Forget a worker that ended, and start another in the background."""
-        self._discard(worker)
-        self._backoff.lost()
-        self._replace_lost()
-
-    def _replace_lost(self) -> None:
-        """Start a worker in the background if one is missing, and if none is being started so."""
-        if self._closed or self._replacement is not None or self._num_started() >= self._num_wanted:
-            return
-        self._replacement = Replacement(self._start, self._backoff.pause_s)
-        self._replacement.task.add_done_callback(self._on_replaced)
-
-    def _on_replaced(self, ended: asyncio.Task[WorkerProcess]) -> None:
-        replacement, self._replacement = self._replacement, None
-        if replacement is None or ended.cancelled():
-            return
-        if (worker := replacement.hand_over()) is not None:
-            self._give_back(worker)
-        if ended.exception() is None:
-            self._replace_lost()
-
     def _discard(self, worker: WorkerProcess) -> None:
-        """Kill a worker and forget it; the event loop collects its exit status."""
+        """Kill a worker and forget it."""
         if self._workers.pop(worker, None) is None:
             return
         if worker in self._idle:
@@ -377,6 +218,9 @@ def _result(reply: Reply) -> Any:
 # Encoding, rendering or decoding of one request or step.
 WORK_S = 5.0
 WORK_LIMITS = Limits(memory_bytes=1 << 30, cpu_s=2.0)
+# The pause of a share whose work had to be killed; it doubles with each further time.
+MIN_PAUSE_S = 1.0
+MAX_PAUSE_S = 60.0
 # Loading a tokenizer, twice as large as the largest known one, beside other work.
 LOAD_S = 30.0
 LOAD_LIMITS = Limits(memory_bytes=2 << 30, cpu_s=15.0)

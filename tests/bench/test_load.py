@@ -19,7 +19,7 @@ def test_a_small_run_prints_its_table_and_writes_what_the_figures_belong_to(
     out = tmp_path / "load.json"
     main(["--small", "--repeats", "1", "--device", "cpu", "--dir", str(tmp_path), "--out", str(out)])
     document = json.loads(out.read_text())
-    assert {"cpu", "cores", "memory_bytes", "device"} == set(document["machine"])
+    assert {"cpu", "instructions", "cores", "memory_bytes", "device"} == set(document["machine"])
     assert [result["subject"] for result in document["results"]["loads"]] == [
         "delta", "delta in host memory", "full FP16 checkpoint", "delta", "full FP16 checkpoint"
     ]  # fmt: skip

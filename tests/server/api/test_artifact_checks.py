@@ -27,7 +27,7 @@ from server.errors import Draining, QueueFull
 from server.publishing import checks
 from server.publishing.checks import ArtifactChecks
 from server.workers import worker_process
-from server.workers.worker_process import WorkerProcess
+from server.workers.worker_process import WorkerTemplate
 from tests.server.helpers.live_server import ROOT, Artifacts
 from tests.server.helpers.worker_processes import workers_of
 
@@ -89,17 +89,16 @@ def test_a_check_waits_for_its_prepared_worker_and_starts_no_other(artifacts: Ar
         assert await checks.check("default", artifacts.plain, 1, base, GIGABYTE) == facts
         return facts
 
-    with patch.object(WorkerProcess, "spawn", wraps=WorkerProcess.spawn) as started:
+    with patch.object(WorkerTemplate, "fork", autospec=True, side_effect=WorkerTemplate.fork) as forked:
         run(artifacts.base, prepare_and_check)
-    assert started.call_count == 1
+    assert forked.call_count == 1
 
 
 def test_a_worker_that_is_being_prepared_ends_with_the_checks(artifacts: Artifacts) -> None:
     async def main() -> None:
         checks = ArtifactChecks(artifacts.base)
         checks.prepare()
-        while not workers_of(os.getpid()):
-            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         await checks.close()
 
     asyncio.run(main())

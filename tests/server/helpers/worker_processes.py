@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -21,11 +22,18 @@ Body = Callable[[WorkerPool], Awaitable[None]]
 
 def workers_of(pid: int) -> list[psutil.Process]:
     """Return the workers that the process started itself; a server under test that it started has its own."""
-    return [
-        child
-        for child in psutil.Process(pid).children()
-        if child.status() != psutil.STATUS_ZOMBIE and "server.workers.worker_main" in child.cmdline()
-    ]
+    return [worker for template in _templates_of(psutil.Process(pid)) for worker in _templates_of(template)]
+
+
+def _templates_of(parent: psutil.Process) -> list[psutil.Process]:
+    """Return the children that run a worker's program: the templates of a process, or the workers of a template."""
+    found = []
+    for child in parent.children():
+        # It may end between two looks.
+        with suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and "server.workers.worker_main" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def with_pool(

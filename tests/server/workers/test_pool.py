@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,13 @@ import psutil
 import pytest
 import uvloop
 
-from server.errors import Draining, InvalidRequest, QueueFull, WorkerDied, WorkerTimeout
+from server.errors import Draining, InvalidRequest, QueueFull, WorkerDied, WorkerKilled, WorkerTimeout
+from server.grammar.matching import WORKER_MODULES as grammar_modules
+from server.publishing import checks
+from server.text.worker_tasks import WORKER_MODULES as text_modules
 from server.workers.pool import MAX_WAITING, WorkerPool
 from server.workers.worker_main import Limits
+from server.workers.worker_process import WorkerTemplate
 from tests.server.helpers import worker_tasks as tasks
 from tests.server.helpers.worker_processes import LIMITS, WAIT_S, with_pool, workers_of
 
@@ -320,10 +325,8 @@ def test_closing_ends_running_and_waiting_work_at_once(tmp_path: Path) -> None:
 def test_closing_ends_workers_that_are_starting(loop: Any) -> None:
     async def test(pool: WorkerPool) -> None:
         asked = [asyncio.create_task(pool.run(share, WAIT_S, tasks.add, 2, 3)) for share in "ab"]
-        while not workers_of(os.getpid()):
-            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         await pool.close()
-        assert not workers_of(os.getpid())
         results = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(result) for result in results] == [Draining, Draining]
 
@@ -332,17 +335,113 @@ def test_closing_ends_workers_that_are_starting(loop: Any) -> None:
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("num_started", range(4))
-def test_closing_waits_for_workers_whose_start_was_cancelled(loop: Any, num_started: int) -> None:
+def test_a_start_that_is_cancelled_leaves_no_worker(loop: Any, num_started: int) -> None:
     async def test(pool: WorkerPool) -> None:
+        await pool.warm(num_started)
         warming = asyncio.create_task(pool.warm())
-        while len(workers_of(os.getpid())) < num_started:
-            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         warming.cancel()
         await asyncio.wait({warming})
         await pool.close()
-        assert not workers_of(os.getpid())
 
     with_pool(test, num_workers=3, loop=loop)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the directories of the workers that are started from now on."""
+    started: list[Path] = []
+    fork = WorkerTemplate.fork
+
+    def counted(template: WorkerTemplate, scratch: Path) -> tuple[socket.socket, socket.socket]:
+        started.append(scratch)
+        return fork(template, scratch)
+
+    monkeypatch.setattr(WorkerTemplate, "fork", counted)
+    return started
+
+
+def test_work_that_kills_workers_in_a_row_starts_one_for_each(forked: list[Path]) -> None:
+    async def test(pool: WorkerPool) -> None:
+        for _ in range(4):
+            with pytest.raises(WorkerTimeout):
+                await pool.run("hostile", 0.1, tasks.spin)
+        assert await pool.run("a", WAIT_S, tasks.add, 2, 3) == 5
+
+    with_pool(test)
+    assert len(forked) == 5
+    assert not any(directory.exists() for directory in forked)
+
+
+def test_a_worker_that_ended_while_it_was_idle_is_not_taken(forked: list[Path]) -> None:
+    async def test(pool: WorkerPool) -> None:
+        pid = await pool.run("a", WAIT_S, tasks.pid_of_worker)
+        os.kill(pid, signal.SIGKILL)
+        await until_gone(pid)
+        assert not pool.is_running
+        assert await pool.run("a", WAIT_S, tasks.pid_of_worker) != pid
+
+    with_pool(test)
+    assert len(forked) == 2
+
+
+def test_a_worker_has_a_directory_and_no_open_file_of_another(forked: list[Path]) -> None:
+    async def test(pool: WorkerPool) -> None:
+        await pool.warm()
+        found = await asyncio.gather(*(pool.run(share, WAIT_S, tasks.surroundings) for share in "ab"))
+        assert {directory for directory, _ in found} == {str(each) for each in forked}
+        for _, files in found:
+            # Beside the standard streams, which lead nowhere.
+            (connection,) = [each for each in files if each != os.devnull]
+            assert connection.startswith("socket:")
+
+    with_pool(test)
+
+
+def test_pools_share_what_their_workers_import() -> None:
+    async def test(pool: WorkerPool) -> None:
+        other = WorkerPool(1, LIMITS)
+        parents = {await each.run("a", WAIT_S, os.getppid) for each in (pool, other)}
+        await other.close()
+        assert len(parents) == 1
+
+    with_pool(test)
+
+
+def test_a_template_that_was_killed_ends_its_workers_and_is_replaced(tmp_path: Path) -> None:
+    async def test(pool: WorkerPool) -> None:
+        template = await pool.run("a", WAIT_S, os.getppid)
+        call = asyncio.create_task(pool.run("a", WAIT_S, tasks.spin, tmp_path / "started"))
+        await until_exists(tmp_path / "started")
+        os.kill(template, signal.SIGKILL)
+        with pytest.raises(WorkerKilled, match="was ended with the process that it was forked from"):
+            await call
+        await until_gone(int((tmp_path / "started").read_text()))
+        assert await pool.run("a", WAIT_S, os.getppid) != template
+
+    with_pool(test)
+
+
+def test_a_module_that_cannot_be_imported_is_a_worker_that_does_not_start() -> None:
+    async def test() -> None:
+        pool = WorkerPool(1, LIMITS, modules=("server.no_such_module",))
+        for _ in range(2):
+            with pytest.raises(WorkerKilled, match="did not start"):
+                await pool.run("a", WAIT_S, tasks.add, 2, 3)
+        await pool.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("modules", [text_modules, grammar_modules, checks.MODULES])
+def test_a_template_has_one_thread_when_it_forks(modules: tuple[str, ...]) -> None:
+    async def test() -> None:
+        pool = WorkerPool(1, LIMITS, modules)
+        template = await pool.run("a", WAIT_S, os.getppid)
+        await pool.close()
+        assert psutil.Process(template).num_threads() == 1
+
+    asyncio.run(test())
 
 
 PARENT = """

@@ -22,7 +22,7 @@ from bench.engine import SHAPES, SMALL
 from bench.harness import Bench, Report, fixed, in_turns, ms, option, seconds, table_of, text
 from server import kernels
 from server.kernels.reference import row_of
-from server.model.loader import pack, packable
+from server.model.loader import pack, packable, widen, widenable
 
 # Number of groups, and rows of each.
 GROUPS = (
@@ -69,6 +69,8 @@ class CodedLayer:
         base = nn.Linear(in_features, out_features, bias=False, dtype=torch.bfloat16, device=device)
         for layer in packable(base):
             pack(layer)
+        for layer in widenable(base):
+            widen(layer)
         packed = (num_variants, out_features, in_features // 8)
         signs = torch.randint(0, 256, packed, dtype=torch.uint8, device=device)
         scale_out, scale_in = (torch.ones(size, dtype=torch.float16, device=device) for size in shape)

@@ -314,6 +314,8 @@ def test_an_artifact_whose_reader_dies_stays_and_resume_goes_on(
     out = tmp_path / "delta"
     with monkeypatch.context() as patched:
         Died(tmp_path, 2, patched)
+        # As if its files were others than those that were checked before the fit.
+        patched.setattr(outputs, "_key_of", lambda *_: object())
         with pytest.raises(ReaderDied, match=r"ended by signal 9: .*stays as .*delta\.unchecked") as caught:
             compressed(models, out, fit_settings=FIT)
     assert any("resume=True" in note for note in caught.value.__notes__)
@@ -331,6 +333,24 @@ def test_a_fit_does_not_begin_where_the_reader_dies(tmp_path: Path, monkeypatch:
     with pytest.raises(ReaderDied, match=r"ended by signal 9$"):
         compressed(models, tmp_path / "delta", fit_settings=FIT)
     assert not list(tmp_path.glob("delta*"))
+
+
+def test_files_are_checked_again_only_if_they_or_the_base_s_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = make_pair("llama", tmp_path, changes=(Change(chat_template=CHAT_TEMPLATE),))
+    reader = Died(tmp_path, 99, monkeypatch)
+
+    def num_runs(name: str) -> int:
+        compressed(models, tmp_path / name, fit_settings=FIT)
+        return len(reader.log.read_text())
+
+    assert [num_runs(name) for name in ("one", "two")] == [1, 1]
+    (models.finetunes[0] / "chat_template.jinja").write_text(CHAT_TEMPLATE + " ")
+    assert num_runs("three") == 2
+    config = models.base / "config.json"
+    config.write_text(config.read_text() + " ")
+    assert num_runs("four") == 3
 
 
 def test_an_import_ends_with_the_same_checks(tmp_path: Path) -> None:

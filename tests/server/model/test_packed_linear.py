@@ -1,4 +1,4 @@
-"""Packed layers of the base compute torch's own product, and only weights of one owner in bfloat16 are packed."""
+"""Packed and widened layers of the base compute torch's own product, and others stay as they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from deltastore.checkpoint import Checkpoint
 from deltastore.errors import NotServable
-from server.model.loader import PackedLinear, load_model, pack, packable
+from server.model import loader
+from server.model.loader import (
+    MIN_WIDENED_ROWS,
+    PackedLinear,
+    WidenedLinear,
+    load_model,
+    pack,
+    packable,
+    widen,
+)
 from server.model.weights import read_base
 from tests.helpers.tiny_models import make_pair
 
@@ -58,6 +67,49 @@ def test_inputs_may_be_strided_or_without_rows() -> None:
     check(layer, torch.randn(40, 6).bfloat16().T)
     check(layer, torch.randn(5, 80).bfloat16()[:, 3:43])
     check(layer, torch.randn(1, 0, 40).bfloat16())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, MIN_WIDENED_ROWS - 1, MIN_WIDENED_ROWS, 33])
+@pytest.mark.parametrize("shape", [(1, 1), (13, 7), (333, 259)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.inference_mode()
+def test_a_widened_layer_computes_the_same_product_in_blocks(
+    dtype: torch.dtype, shape: tuple[int, int], num_rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "WIDENED_WEIGHTS", 100 * shape[0])
+    layer = drawn_layer(*shape, bias=bias).to(dtype)
+    exact = copy.deepcopy(layer).double()
+    widen(layer)
+    for x in (
+        torch.randn(1, num_rows, shape[0]),
+        torch.randn(num_rows, shape[0] + 3)[:, 3:],
+        torch.randn(2, num_rows, shape[0]),
+    ):
+        y = layer(x.to(dtype))
+        assert y.dtype == dtype
+        torch.testing.assert_close(y, exact(x.to(dtype).double()).to(dtype), rtol=HALF_STEP, atol=HALF_STEP)
+
+
+@torch.inference_mode()
+def test_a_widened_layer_takes_no_rows() -> None:
+    layer = drawn_layer(40, 24, bias=True)
+    widen(layer)
+    assert layer(torch.randn(1, 0, 40).bfloat16()).shape == (1, 0, 24)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_where_16_bits_are_slow_all_layers_are_widened_a_tied_head_too(
+    is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_is_slow", lambda dtype: is_slow and dtype == torch.bfloat16)
+    monkeypatch.setattr(loader, "_has_instructions", lambda: False)
+    directory = bfloat16_base(tmp_path, tie_word_embeddings=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        served = load_model(Checkpoint.open(directory), CPU, dtype, threading.Event())
+        layers = [module for module in served.model.modules() if isinstance(module, nn.Linear)]
+        widened = [layer for layer in layers if isinstance(layer.forward, WidenedLinear)]
+        assert widened == (layers if is_slow and dtype == torch.bfloat16 else [])
 
 
 @needs_bfloat16

@@ -10,6 +10,7 @@ import pytest
 from bench import coldload
 
 
+@pytest.mark.deploy
 def test_the_small_bench_fills_its_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     coldload.main(["--small", "--dir", str(tmp_path), "--out", str(tmp_path / "coldload.json")])
     written = json.loads((tmp_path / "coldload.json").read_text())

@@ -11,6 +11,7 @@ from bench import console
 from tests.helpers.debian import debian_tool
 
 
+@pytest.mark.deploy
 def test_the_small_bench_fills_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     debian_tool("chromium")
     out = tmp_path / "console.json"

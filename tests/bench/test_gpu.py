@@ -34,6 +34,7 @@ def drawing_of(model: torch.nn.Module) -> Blueprint:
     return blueprint({name: tuple(value.shape) for name, value in model.named_parameters()})
 
 
+@pytest.mark.deploy
 def test_a_small_run_needs_no_numba_and_fills_the_table(tmp_path: Path) -> None:
     out = tmp_path / "gpu.json"
     command = [

@@ -36,6 +36,7 @@ from bench.http import (
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.deploy
 def test_streams_of_a_tiny_model_are_measured_over_http(tmp_path: Path) -> None:
     subjects = tiny_model(tmp_path, SMALL_SCOPE, baseline=None, repeats=1)
     (found,) = results(subjects)

@@ -72,6 +72,7 @@ def test_the_tables_have_every_version_and_both_kinds_of_first_token(story: str)
         assert re.search(rf"^\| {model} +\| +[\d.]+ ms \| +[\d.]+ ms ", story, re.MULTILINE)
 
 
+@pytest.mark.deploy
 @pytest.mark.parametrize("stage", ["training instruct", "starting peraxis"])
 def test_ctrl_c_ends_every_process_and_removes_what_is_temporary(stage: str, tmp_path: Path) -> None:
     with quick_demo(tmp_path) as process:

@@ -61,6 +61,7 @@ def refused(base: object, finetune: object, work: Path, kind: type[PeraxisError]
     return str(caught.value)
 
 
+@pytest.mark.deploy
 def test_a_pair_on_the_hub_is_fetched_compressed_served_and_asked(
     models: TinyModels, hub: Hub, tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.test_structure import imports_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,12 +29,14 @@ def num_passes(cache: Path, **environment: str) -> list[int]:
     return [int(number) for number in run(*program, XDG_CACHE_HOME=str(cache), **environment).split()]
 
 
+@pytest.mark.deploy
 def test_no_process_compiles_a_kernel_after_the_build_of_an_image(tmp_path: Path) -> None:
     """Neither when it starts nor in its first products."""
     run("-m", "server.kernels", XDG_CACHE_HOME=str(tmp_path))
     assert num_passes(tmp_path) == [0, 0]
 
 
+@pytest.mark.deploy
 def test_all_kernels_of_a_processor_without_avx_are_compiled_before_the_first_product(tmp_path: Path) -> None:
     before, during = num_passes(tmp_path, NUMBA_ENABLE_AVX="0")
     assert before > 0

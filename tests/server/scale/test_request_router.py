@@ -29,6 +29,8 @@ from tests.server.scale.helpers.fake_engines import (
 )
 from tests.server.scale.helpers.local_ray import until
 
+pytestmark = pytest.mark.deploy
+
 
 @pytest.fixture
 def engines(serve_port: int) -> Iterator[Handle]:

@@ -171,6 +171,8 @@ class WorkerPool:
         self._workers[worker] = deque(maxlen=MAX_REMEMBERED)
         try:
             await worker.ready()
+            # `close` may have come in the same moment, and ended it.
+            self._check_open()
         except WorkerDied:
             self._discard(worker)
             self._check_open()

@@ -84,9 +84,11 @@ class WorkerTemplate:
         return tasks, life
 
     def kill(self) -> None:
-        """Kill the process, and with it its workers."""
+        """Kill the process, and with it its workers; the next one is forked from another."""
         if self._started is not None:
             self._started[0].kill()
+            # It takes milliseconds, and until then the process seems to run.
+            self._started[0].wait()
 
     def _orders(self) -> socket.socket:
         """Return the running process's socket for orders."""

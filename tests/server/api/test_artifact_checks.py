@@ -98,10 +98,12 @@ def test_a_worker_that_is_being_prepared_ends_with_the_checks(artifacts: Artifac
     async def main() -> None:
         checks = ArtifactChecks(artifacts.base)
         checks.prepare()
-        await asyncio.sleep(0)
+        while not forked.call_count:
+            await asyncio.sleep(0)
         await checks.close()
 
-    asyncio.run(main())
+    with patch.object(WorkerTemplate, "fork", autospec=True, side_effect=WorkerTemplate.fork) as forked:
+        asyncio.run(main())
     _, left = psutil.wait_procs(workers_of(os.getpid()), timeout=240)
     assert not left
 

@@ -30,6 +30,20 @@ from tests.server.helpers.worker_processes import LIMITS, WAIT_S, with_pool, wor
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return the directories of the workers that are started from now on."""
+    started: list[Path] = []
+    fork = WorkerTemplate.fork
+
+    def counted(template: WorkerTemplate, scratch: Path) -> tuple[socket.socket, socket.socket]:
+        started.append(scratch)
+        return fork(template, scratch)
+
+    monkeypatch.setattr(WorkerTemplate, "fork", counted)
+    return started
+
+
 async def until_exists(path: Path) -> None:
     while not path.exists():
         await asyncio.sleep(0.002)
@@ -322,10 +336,11 @@ def test_closing_ends_running_and_waiting_work_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_closing_ends_workers_that_are_starting(loop: Any) -> None:
+def test_closing_ends_workers_that_are_starting(loop: Any, forked: list[Path]) -> None:
     async def test(pool: WorkerPool) -> None:
         asked = [asyncio.create_task(pool.run(share, WAIT_S, tasks.add, 2, 3)) for share in "ab"]
-        await asyncio.sleep(0)
+        while len(forked) < 2:
+            await asyncio.sleep(0)
         await pool.close()
         results = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(result) for result in results] == [Draining, Draining]
@@ -335,30 +350,17 @@ def test_closing_ends_workers_that_are_starting(loop: Any) -> None:
 
 @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 @pytest.mark.parametrize("num_started", range(4))
-def test_a_start_that_is_cancelled_leaves_no_worker(loop: Any, num_started: int) -> None:
+def test_a_start_that_is_cancelled_leaves_no_worker(loop: Any, num_started: int, forked: list[Path]) -> None:
     async def test(pool: WorkerPool) -> None:
         await pool.warm(num_started)
         warming = asyncio.create_task(pool.warm())
-        await asyncio.sleep(0)
+        while len(forked) < 3:
+            await asyncio.sleep(0)
         warming.cancel()
         await asyncio.wait({warming})
         await pool.close()
 
     with_pool(test, num_workers=3, loop=loop)
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Return the directories of the workers that are started from now on."""
-    started: list[Path] = []
-    fork = WorkerTemplate.fork
-
-    def counted(template: WorkerTemplate, scratch: Path) -> tuple[socket.socket, socket.socket]:
-        started.append(scratch)
-        return fork(template, scratch)
-
-    monkeypatch.setattr(WorkerTemplate, "fork", counted)
-    return started
 
 
 def test_work_that_kills_workers_in_a_row_starts_one_for_each(forked: list[Path]) -> None:

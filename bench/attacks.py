@@ -331,14 +331,14 @@ def _write_names(registry: Registry, num_names: int) -> None:
         (directory / file.file_name).touch()
 
 
-_BODIES: dict[tuple[str, int], bytes] = {}
+_BODIES: dict[tuple[str | int, ...], bytes] = {}
 
 
 def _values(number: int, num_bytes: int) -> Call:
-    """Return a body of so many bytes whose values are empty lists, in one of the fields that take any JSON."""
-    field = ("tools", "response_format", "messages")[number % 3]
-    if (field, num_bytes) not in _BODIES:
-        lists = ("[]," * (num_bytes // 3)).removesuffix(",")
+    """Return a body of so many bytes whose values are empty lists or numbers, in a field that takes any JSON."""
+    field, item = ("tools", "response_format", "messages")[number % 3], ("[],", "1e9,")[number // 3 % 2]
+    if (field, item, num_bytes) not in _BODIES:
+        lists = (item * (num_bytes // len(item))).removesuffix(",")
         parts = {
             "tools": f'"tools":[{{"type":"function","function":{{"name":"f","parameters":{{"x":[{lists}]}}}}}}],'
             '"messages":[{"role":"user","content":"x1"}]',
@@ -346,8 +346,8 @@ def _values(number: int, num_bytes: int) -> Call:
             f'{{"x":[{lists}]}}}}}},"messages":[{{"role":"user","content":"x1"}}]',
             "messages": f'"messages":[{{"role":"user","content":[{lists}]}}]',
         }
-        _BODIES[field, num_bytes] = f'{{"model":"plain","max_tokens":4,{parts[field]}}}'.encode()
-    return Call("POST", "/v1/chat/completions", JSON, _BODIES[field, num_bytes])
+        _BODIES[field, item, num_bytes] = f'{{"model":"plain","max_tokens":4,{parts[field]}}}'.encode()
+    return Call("POST", "/v1/chat/completions", JSON, _BODIES[field, item, num_bytes])
 
 
 def _unfit(number: int, sizes: Sizes) -> Call:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, convert
@@ -14,23 +14,53 @@ from server.grammar.grammar import MAX_DEPTH, Tools
 MAX_MESSAGES = 4096
 # Arrays, objects and strings of one JSON body, names of fields included: some 30 for each of 4096 messages.
 MAX_VALUES = 1 << 17
+# Of JSON that is looked at at once.
+PIECE_BYTES = 1 << 17
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
 
 
 def num_values(text: bytes | bytearray) -> int:
     """Return the number of arrays, objects and strings in JSON, those without an end included.
 
-    Takes the time of a few copies and the memory of two. Beyond `MAX_VALUES` strings, the others are not counted.
+    Takes the time of a few copies. What follows is not counted when there are more than `MAX_VALUES`.
     """
-    # Without escapes, each quote begins or ends a string.
-    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
-    num_strings = (plain.count(b'"') + 1) // 2
-    if num_strings > MAX_VALUES:
-        return num_strings
-    parts = plain.split(b'"')[::2]
-    del plain
-    outside = b"".join(parts)
-    return num_strings + outside.count(b"[") + outside.count(b"{")
+    num_quotes = num_brackets = 0
+    for piece in _pieces(text):
+        num_quotes += piece.count(b'"')
+        if (num_quotes + 1) // 2 + num_brackets > MAX_VALUES:
+            break
+        outside = _outside_strings(piece, num_quotes)
+        num_brackets += outside.count(b"[") + outside.count(b"{")
+    return (num_quotes + 1) // 2 + num_brackets
+
+
+def has_many_members(text: bytes | bytearray) -> bool:
+    """True if the arrays and objects in JSON have more than `MAX_VALUES` members, numbers included; or nearly."""
+    num_quotes = num_commas = 0
+    for piece in _pieces(text):
+        num_quotes += piece.count(b'"')
+        num_commas += _outside_strings(piece, num_quotes).count(b",")
+        if num_commas > MAX_VALUES:
+            return True
+    return False
+
+
+def _pieces(text: bytes | bytearray) -> Iterator[bytes]:
+    """Yield JSON in pieces without escapes, so that each quote begins or ends a string."""
+    end = 0
+    while end < len(text):
+        begin, end = end, end + PIECE_BYTES
+        piece = bytes(text[begin:end])
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            # It ends within an escape.
+            piece, end = bytes(text[begin : end + 1]), end + 1
+        yield piece.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in piece else piece
+
+
+def _outside_strings(piece: bytes, num_quotes: int) -> bytes:
+    """Return what is outside the strings of a piece, up to whose end JSON has so many quotes."""
+    parts = piece.split(b'"')
+    return b"".join(parts[(num_quotes - len(parts) + 1) % 2 :: 2])
 
 
 class TextPart(Struct, frozen=True, tag_field="type", tag="text"):
@@ -144,15 +174,20 @@ def check_conversation(messages: list[dict[str, Any]] | None, tools: list[dict[s
     _check_arguments(parsed.messages or ())
 
 
+def too_many_values() -> InvalidRequest:
+    """Return the error of messages with more than `MAX_VALUES` values."""
+    return InvalidRequest(
+        f"messages: they have more than {MAX_VALUES} values: leave messages out", "messages"
+    )
+
+
 def _check_nesting(messages: Sequence[dict[str, Any]]) -> None:
     """Refuse messages with more than `MAX_VALUES` values, numbers included, or nested more than `MAX_DEPTH` deep."""
     num_values, level = 0, list[Any](messages)
     for _ in range(MAX_DEPTH):
         num_values += sum(map(len, level))
         if num_values > MAX_VALUES:
-            raise InvalidRequest(
-                f"messages: they have more than {MAX_VALUES} values: leave messages out", "messages"
-            )
+            raise too_many_values()
         children = (
             child for value in level for child in (value.values() if isinstance(value, dict) else value)
         )

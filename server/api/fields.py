@@ -128,7 +128,7 @@ MAX_TOLD, MAX_TOLD_CHARS = 16, 64
 # Names that the log of a process tells. A tenant may have as many told as it leaves to others.
 MAX_LOGGED = 256
 
-_members = msgspec.json.Decoder(dict[str, Raw])
+members = msgspec.json.Decoder(dict[str, Raw])
 
 
 def ignored_fields(kind: type[Struct], body: bytes | bytearray) -> tuple[str, ...]:
@@ -142,7 +142,7 @@ def ignored_fields(kind: type[Struct], body: bytes | bytearray) -> tuple[str, ..
         InvalidRequest: a field asks for something that this server lacks.
     """
     ignored = []
-    for name, value in _members.decode(body).items():
+    for name, value in members.decode(body).items():
         if name in _served(kind):
             continue
         if name not in NEUTRAL:

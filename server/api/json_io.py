@@ -26,8 +26,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from deltastore.errors import shown
-from server.api.conversations import MAX_VALUES, num_values
-from server.api.fields import IgnoredNames, ignored_fields, told
+from server.api.conversations import MAX_VALUES, has_many_members, num_values, too_many_values
+from server.api.fields import IgnoredNames, ignored_fields, members, told
 from server.api.schemas import OpenAIBody
 from server.errors import InvalidRequest, RequestTimeout
 from server.fairness import FairBudget, FairLimiter
@@ -44,6 +44,10 @@ FREE_BYTES = 64 << 10
 # So are those in which these bytes are more frequent, texts in JSON included: a value can take 3 us, with the checks of
 # schemas, and hundreds of bodies may end in one turn of the event loop.
 MARKS, MAX_MARKS = (b"{", b"[", b'"', b","), 400
+# Of a list or object that is none of `LONG_LISTS`, and of what belongs to no field. Larger bodies have their fields
+# measured before they are parsed: the numbers of a schema of 8 MiB would take half a second.
+MAX_FIELD_BYTES = 1 << 20
+LONG_LISTS = {"prompt", "messages", "tokens"}
 # Bodies of one tenant that wait to be parsed; their bytes are bounded before.
 MAX_WAITING = 4096
 # Of one call: a tenant whose texts take threads long goes on.
@@ -269,6 +273,8 @@ def parse(kind: type[B], body: bytearray) -> B:
             _largest_field(kind, body),
         )
     try:
+        if len(body) > MAX_FIELD_BYTES:
+            _check_fields(kind, body)
         decoder: msgspec.json.Decoder[B] = _decoder(kind)
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -289,20 +295,39 @@ def _decoder(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
 
 
 def _largest_field(kind: type[msgspec.Struct], body: bytearray) -> str | None:
-    """Return the field that is most of a body; None if there is none, or the body is no JSON."""
+    """Return the field that is most of a body; None if there is none, or the body is large or no JSON."""
+    if len(body) > MAX_FIELD_BYTES:
+        # Finding it would take longer than all else that is done for the body.
+        return None
     try:
-        fields = _unparsed(kind).decode(body)
+        fields = members.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    names = kind.__struct_fields__
-    return next((name for name in names if 2 * len(getattr(fields, name)) > len(body)), None)
+    return next((name for name in kind.__struct_fields__ if 2 * len(fields.get(name, b"")) > len(body)), None)
 
 
-@cache
-def _unparsed(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[Any]:
-    """Return a decoder that leaves each field as its text."""
-    fields = [(name, msgspec.Raw, msgspec.Raw()) for name in kind.__struct_fields__]
-    return msgspec.json.Decoder(msgspec.defstruct("Unparsed", fields))
+def _check_fields(kind: type[msgspec.Struct], body: bytearray) -> None:
+    """Refuse a large body whose fields would take long to parse.
+
+    Raises:
+        InvalidRequest: it has a long field that is no text and none of `LONG_LISTS`, or messages with too many values.
+        msgspec.DecodeError: it is no JSON object.
+    """
+    num_bytes = 0
+    for name, value in members.decode(body).items():
+        num_bytes += len(value)
+        if len(value) > MAX_FIELD_BYTES and name not in LONG_LISTS and memoryview(value)[:1] != b'"':
+            raise InvalidRequest(
+                f"{shown(name)} has {len(value)} bytes, more than {MAX_FIELD_BYTES}: make it shorter",
+                name if name in kind.__struct_fields__ else None,
+            )
+        if name == "messages" and has_many_members(bytes(value)):
+            raise too_many_values()
+    if num_bytes < len(body) - MAX_FIELD_BYTES:
+        raise InvalidRequest(
+            f"more than {MAX_FIELD_BYTES} bytes of the body are names, spaces between fields, or fields that are given "
+            "again: leave them out"
+        )
 
 
 def invalid(message: str, fields: Collection[str] = ()) -> InvalidRequest:

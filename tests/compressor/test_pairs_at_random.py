@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,14 +22,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
-from compressor import outputs, pipeline
 from compressor.config import CompressConfig
 from compressor.convert.merge import MergeConfig, merge
 from compressor.pipeline import compress
 from compressor.sources import FREE_GENERATION, TOKEN_IDS
-from deltastore.errors import ArtifactError, CheckpointError, PeraxisError, failures_as
+from deltastore.errors import CheckpointError, PeraxisError, failures_as
 from server.publishing.checks import check_tensors
-from server.text.worker_tasks import check_text_files
 from tests.compressor.helpers.faults import FAULTS, GENERATION, TOKENIZER, Fault, Form, applied, exact_pair
 from tests.helpers.tiny_models import VOCAB_SIZE
 from tests.server.helpers.served import serving
@@ -43,22 +41,6 @@ TEXTS = ("ab c\n", "<s>A probe: 1 + 2</s><pad>", "\u00e9\u4e2d")
 CHAT = [{"role": "user", "content": "Hi"}]
 KNOWN = {*CONFIG_MAPPING}
 TOLERANCE = 1e-4  # of log probabilities that two implementations compute in float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def checks_in_this_process() -> Iterator[None]:
-    """Check files by the function that the reader's program calls, which takes seconds to start."""
-
-    def check(files: Mapping[str, bytes], base: Path, num_rows: int, where: str) -> None:
-        try:
-            check_text_files(files, base, num_rows, where)
-        except ArtifactError as error:
-            raise CheckpointError(str(error)) from error
-
-    with pytest.MonkeyPatch.context() as patched:
-        for module in (outputs, pipeline):
-            patched.setattr(module, "check_files", check)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -353,8 +354,11 @@ def test_files_are_checked_again_only_if_they_or_the_base_s_have_changed(
     assert num_runs("four") == 3
 
 
-def test_an_import_ends_with_the_same_checks(tmp_path: Path) -> None:
+def test_an_import_ends_with_the_same_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
+
+    # The program itself and not a fork of it.
+    monkeypatch.setattr(outputs, "subprocess", subprocess)
 
     models = make_packable("llama", tmp_path)
     torch.save(bitdelta(models), tmp_path / "diff.pt")

@@ -17,7 +17,7 @@ import pytest
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.helpers.s3_server import Bucket
-from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
+from tests.server.helpers.live_server import WAIT_S, Artifacts, LiveServer, eventually, live_server
 
 Start = Callable[[str], LiveServer]
 
@@ -47,7 +47,7 @@ def start(artifacts: Artifacts, bucket: Bucket, token: str, tmp_path: Path) -> I
 
 
 def as_caller(server: LiveServer, key: str) -> httpx.Response:
-    return httpx.get(f"{server.url}/me", headers={"Authorization": f"Bearer {key}"})
+    return httpx.get(f"{server.url}/me", headers={"Authorization": f"Bearer {key}"}, timeout=WAIT_S)
 
 
 def me(server: LiveServer, key: str) -> Any:

@@ -142,7 +142,7 @@ def num_generated(server: LiveServer) -> float:
     """Return how many tokens the engine has generated when it has answered one more request, of one token."""
     body = {"model": "base", "prompt": "b", "max_tokens": 1, "temperature": 0}
     httpx.post(f"{server.url}/v1/completions", json=body, timeout=WAIT_S).raise_for_status()
-    (number,) = TOKENS.findall(httpx.get(f"{server.url}/metrics").text)
+    (number,) = TOKENS.findall(httpx.get(f"{server.url}/metrics", timeout=WAIT_S).text)
     return float(number)
 
 

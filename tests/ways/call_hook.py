@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Python imports this module in every process before anything else. It is text, because it must not import ours.
-# Module and class bodies are left out: an import is no call.
+# Module and class bodies, and what they call, are left out: an import is no call. The hook is off meanwhile, because
+# with it the imports of torch and transformers take several times as long.
 SITECUSTOMIZE = """
     import inspect, mmap, os, sys, threading, time
+    from importlib.machinery import SourceFileLoader
 
     TREE, DIRECTORY = {tree!r}, {directory!r}
     PACKAGES = tuple(TREE + package + "/" for package in {packages!r})
@@ -34,6 +36,17 @@ SITECUSTOMIZE = """
         if code.co_filename.startswith(PACKAGES):
             LOG.write(f"{{phase}} {{time.monotonic_ns()}} {{code.co_filename[len(TREE):]}}\\n")
 
+    run_module = SourceFileLoader.exec_module
+
+    def exec_module(loader, module):
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        try:
+            run_module(loader, module)
+        finally:
+            sys.setprofile(profile)
+
+    SourceFileLoader.exec_module = exec_module
     threading.setprofile(hook)
     sys.setprofile(hook)
 """

@@ -8,6 +8,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,7 +32,13 @@ class ScriptedServer:
 
     reactions: list[Reaction]
     url: str = ""
-    received: list[Received] = field(default_factory=list)
+    begun: list[Future[Received]] = field(default_factory=list)
+
+    @property
+    def received(self) -> list[Received]:
+        """The requests that were read, in the order in which they came, after the ends of those under way."""
+        wait(self.begun, WAIT_S)
+        return [each.result(0) for each in self.begun if each.exception(0) is None]
 
     @property
     def calls(self) -> list[str]:
@@ -47,8 +54,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def react(self) -> None:
         reaction = self.script.reactions.pop(0) if self.script.reactions else answer(599)
-        body = reaction(self)
-        self.script.received.append(Received(f"{self.command} {self.path}", dict(self.headers), body))
+        begun: Future[Received] = Future()
+        self.script.begun.append(begun)
+        try:
+            body = reaction(self)
+        except BaseException as error:
+            begun.set_exception(error)
+            raise
+        begun.set_result(Received(f"{self.command} {self.path}", dict(self.headers), body))
 
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = react
 

@@ -7,14 +7,16 @@ import itertools
 import json
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from random import Random
 from typing import Annotated, Any
 
 import pytest
 from fastapi import Depends, FastAPI
 from msgspec import Struct
 
-from server.api import errors, json_io
+from server.api import conversations, errors, json_io
 from server.api.json_io import MAX_BYTES, json_body
+from server.api.schemas import ChatBody, CompletionBody
 from server.errors import InvalidRequest
 from server.metrics.metrics import FrontendMetrics
 from server.tenants.loop_ledger import LoopLedger
@@ -247,6 +249,61 @@ def test_a_call_that_rests_lets_those_of_other_tenants_begin() -> None:
 
     asyncio.run(talk())
     assert order == ["acme", "other", "acme"]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 64])
+def test_values_are_counted_alike_wherever_pieces_end(
+    piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversations, "PIECE_BYTES", piece_bytes)
+    draw = Random(1)
+    for _ in range(2000):
+        text = bytes(draw.choices(b'[{"\\ab,', k=draw.randrange(40)))
+        plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+        outside = b"".join(plain.split(b'"')[::2])
+        num_strings = (plain.count(b'"') + 1) // 2
+        assert conversations.num_values(text) == num_strings + outside.count(b"[") + outside.count(b"{"), text
+
+
+def chat(**fields: bytes) -> bytearray:
+    """Return a body of a chat, with fields as they are."""
+    members = {"model": b'"m"', "messages": b'[{"role": "user", "content": "hi"}]', **fields}
+    return bytearray(
+        b"{%s}" % b",".join(b'"%s":%s' % (name.encode(), value) for name, value in members.items())
+    )
+
+
+NUMBERS = b"[%s1]" % (b"1e9," * (MEBIBYTE // 2))
+TOOLS = b'[{"type": "function", "function": {"name": "f", "parameters": {"x": %s}}}]' % NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "reason"),
+    [
+        (chat(tools=TOOLS), "tools", "'tools' has .* bytes, more than 1048576: make it shorter"),
+        (chat(of_tomorrow=NUMBERS), None, "'of_tomorrow' has .* bytes, more than 1048576"),
+        (chat(messages=b'[{"role": "user", "content": %s}]' % NUMBERS), "messages", "more than 131072 values"),
+        (chat()[:-1] + b',"tools":%s,"tools":null}' % TOOLS, None, "fields that are given again: leave them out"),
+        (chat(of_tomorrow=b" " * 2 * MEBIBYTE + b"1"), None, "spaces between fields"),
+    ],
+)  # fmt: skip
+def test_what_would_take_long_to_parse_is_refused_before(
+    body: bytearray, param: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_io, "_decoder", lambda _: pytest.fail("it was parsed"))
+    with pytest.raises(InvalidRequest, match=reason) as refused:
+        json_io.parse(ChatBody, body)
+    assert refused.value.param == param
+
+
+def test_long_texts_and_lists_of_ids_are_parsed() -> None:
+    text = "a, [b] {c}" * (MEBIBYTE // 4)
+    messages = json.dumps([{"role": "user", "content": text}]).encode()
+    (message,) = json_io.parse(ChatBody, chat(messages=messages)).messages
+    assert message["content"] == text
+    body = json_io.parse(CompletionBody, bytearray(b'{"model": "m", "prompt": [%s1]}' % (b"1," * MEBIBYTE)))
+    (ids,) = body.prompts()
+    assert len(ids) == MEBIBYTE + 1
 
 
 def test_an_announced_length_over_the_limit_is_refused_before_a_byte_is_read() -> None:

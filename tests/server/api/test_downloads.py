@@ -27,7 +27,7 @@ from server.errors import QueueFull
 from server.fairness import FairBudget
 from tests.deltastore.helpers.crash_storage import push
 from tests.deltastore.helpers.stored import flip_byte
-from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually
+from tests.server.helpers.live_server import WAIT_S, Artifacts, LiveServer, error_of, eventually
 
 NUM_CHUNKS = 10
 SIZE = NUM_CHUNKS * CHUNK_BYTES - 777
@@ -133,7 +133,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, record: VersionRecord) -> Reads:
 def test_an_artifact_of_many_chunks_is_sent_whole_and_each_chunk_is_read_once(
     url: str, content: bytes, record: VersionRecord, reads: Reads
 ) -> None:
-    reply = httpx.get(url)
+    reply = httpx.get(url, timeout=WAIT_S)
     assert (reply.status_code, reply.content) == (200, content)
     assert reply.headers["Content-Length"] == str(SIZE)
     assert reply.headers["ETag"] == f'"sha256:{record.digest}"'
@@ -154,7 +154,7 @@ def test_an_artifact_of_many_chunks_is_sent_whole_and_each_chunk_is_read_once(
 def test_a_range_is_sent_from_its_chunks_alone(
     url: str, content: bytes, reads: Reads, header: str, part: slice, num_reads: int
 ) -> None:
-    reply = httpx.get(url, headers={"Range": header})
+    reply = httpx.get(url, headers={"Range": header}, timeout=WAIT_S)
     assert (reply.status_code, reply.content) == (206, content[part])
     first, last, _ = part.indices(SIZE)
     assert reply.headers["Content-Range"] == f"bytes {first}-{last - 1}/{SIZE}"
@@ -209,7 +209,7 @@ def test_a_chunk_that_is_not_asked_for_may_be_corrupt(
     url: str, registry: Registry, record: VersionRecord, content: bytes
 ) -> None:
     flip_byte(registry.object_path(record), 0)
-    assert httpx.get(url, headers={"Range": "bytes=-10"}).content == content[-10:]
+    assert httpx.get(url, headers={"Range": "bytes=-10"}, timeout=WAIT_S).content == content[-10:]
 
 
 def test_a_truncated_object_is_quarantined_and_a_missing_one_is_not_found(
@@ -239,7 +239,7 @@ def test_a_client_that_does_not_read_holds_no_thread_and_little_memory(
     stalled = [unread_download(url) for _ in range(2 * NUM_THREADS)]
     try:
         assert eventually(lambda: len(reads.threads) >= len(stalled))
-        assert httpx.get(url).content == content
+        assert httpx.get(url, timeout=WAIT_S).content == content
         # The rest is in buffers of the kernel.
         assert len(reads.threads) - NUM_CHUNKS < len(stalled) * NUM_CHUNKS / 2
     finally:
@@ -255,8 +255,8 @@ def test_chunks_of_slow_clients_are_bounded_and_hold_up_no_other_tenant(
         for _ in range(2):
             stack.enter_context(unread_download(url, "slow"))
         assert eventually(lambda: len(reads.threads) >= 2)
-        assert httpx.get(url, headers={"Tenant": "slow"}).status_code == 503
-        assert httpx.get(url, headers={"Tenant": "other"}).content == content
+        assert httpx.get(url, headers={"Tenant": "slow"}, timeout=WAIT_S).status_code == 503
+        assert httpx.get(url, headers={"Tenant": "other"}, timeout=WAIT_S).content == content
 
 
 def test_only_so_many_downloads_hash_at_once(url: str, reads: Reads) -> None:

@@ -91,7 +91,9 @@ def test_a_chunked_body_that_is_cut_off_ends_its_request_alone(server: LiveServe
 def test_a_million_items_are_refused(server: LiveServer, item: bytes) -> None:
     items = b",".join([item] * MILLION)[: 8 * MILLION].rpartition(b",")[0]
     for route, field in (("/v1/completions", b"prompt"), ("/v1/chat/completions", b"messages")):
-        assert refused(server, route, b'{"model": "plain", "%s": [%s]}' % (field, items)) == field.decode()
+        param = refused(server, route, b'{"model": "plain", "%s": [%s]}' % (field, items))
+        # No field is looked for in a large body with too many arrays, objects and strings.
+        assert param == (field.decode() if item in (b"1", b"null") else None)
 
 
 def tools(parameters: bytes) -> bytes:
@@ -124,8 +126,8 @@ def test_values_that_a_route_does_not_type_are_bounded(
     items = b"[%s]" % b",".join([value] * (3 * MILLION // 2))
     if field == "messages":
         items = items.replace(b'"', b'\\"')
-    if value == b"1" and field in ("messages", "a_field_of_tomorrow"):
-        pytest.skip("numbers are not counted: eight million take what a body does")
+    if value == b"1" and field == "messages":
+        pytest.skip("numbers in a text are not counted: eight million take what a body does")
     fields = {
         "model": b'"chatty"',
         "messages": json.dumps(MESSAGES).encode(),
@@ -135,7 +137,9 @@ def test_values_that_a_route_does_not_type_are_bounded(
     body = b"{%s}" % b",".join(b'"%s": %s' % (name.encode(), value) for name, value in fields.items())
     body = body[: 8 << 20] if len(body) > 8 << 20 else body
     param = refused(server, "/v1/chat/completions", body)
-    assert param == (None if field == "a_field_of_tomorrow" else field)
+    # No field is looked for in a large body with too many arrays, objects and strings.
+    is_named = field == "messages" or (value == b"1" and field != "a_field_of_tomorrow")
+    assert param == (field if is_named else None)
 
 
 def test_a_long_text_full_of_code_is_no_hostile_body(server: LiveServer) -> None:

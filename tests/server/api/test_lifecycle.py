@@ -15,6 +15,7 @@ import pytest
 from tests.server.helpers.live_server import (
     ARTIFACT_PREFIX,
     MAX_MODEL_LEN,
+    WAIT_S,
     Artifacts,
     LiveServer,
     connection,
@@ -44,7 +45,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def small(artifacts: Artifacts, small_disk: Path) -> Iterator[LiveServer]:
     """Run a server with two slots, one running and one waiting request, half a second per load and a small disk."""
     registry = small_disk / "registry"
-    limits = ("--max-num-seqs", 1, "--max-queue", 1, "--load-timeout", 0.5)
+    limits = ("--max-num-seqs", 1, "--max-queue", 1, "--load-timeout", 0.5, "--shutdown-timeout", 600)
     with live_server(artifacts.base, registry, *limits, "--max-gpu-deltas", 2) as running:
         for name in ("plain", "chatty", "third"):
             assert running.upload(name, getattr(artifacts, name)).status_code == 201
@@ -63,7 +64,23 @@ def in_use(server: LiveServer, name: str) -> int:
     return count
 
 
+def put_in_slot(server: LiveServer, name: str) -> None:
+    """Ask until a load was quick enough: half a second may be too short on a busy machine."""
+    assert eventually(lambda: server.generate(name, max_new_tokens=1).status_code == 200)
+
+
+def pin(server: LiveServer, name: str) -> None:
+    """Pin until a load was quick enough."""
+
+    def is_pinned() -> bool:
+        server.client.post(f"/variants/{name}/pin")
+        return bool(server.client.get(f"/variants/{name}").json()["versions"][0]["pinned"])
+
+    assert eventually(is_pinned)
+
+
 def test_a_full_queue_is_refused_at_once(small: LiveServer) -> None:
+    put_in_slot(small, "third")
     waiting = json_request("/generate?variant=third", {"prompt": "hello"})
     with small.streaming("third", **LONG) as stream, connection(small.url) as second:
         next(stream)
@@ -75,8 +92,8 @@ def test_a_full_queue_is_refused_at_once(small: LiveServer) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_variant_without_a_slot_in_time_is_a_load_timeout(small: LiveServer, stream: bool) -> None:
-    small.client.post("/variants/plain/pin")
-    assert eventually(lambda: small.client.get("/variants/plain").json()["versions"][0]["pinned"])
+    pin(small, "plain")
+    put_in_slot(small, "third")
     with small.streaming("third", **LONG) as running:
         next(running)
         assert refused(small.generate("chatty", stream=stream), "load_timeout")
@@ -95,7 +112,7 @@ def test_a_full_disk_refuses_the_upload_and_nothing_else(
     assert (reply.status_code, error_of(reply)["code"]) == (507, "insufficient_storage")
     assert str(small_disk) not in reply.text
     assert small.client.get("/variants").json() == before
-    assert small.generate("plain", max_new_tokens=1).status_code == 200
+    put_in_slot(small, "plain")
     assert small.upload("after", artifacts.spare[0]).status_code == 201
 
 
@@ -120,6 +137,7 @@ def test_a_variant_is_deleted_with_no_byte_free_on_the_disk(
 def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
     small: LiveServer, artifacts: Artifacts
 ) -> None:
+    put_in_slot(small, "plain")
     with small.streaming("plain", max_new_tokens=MAX_MODEL_LEN - 10, n=6) as stream:
         events = [next(stream)]
         small.process.send_signal(signal.SIGTERM)
@@ -131,7 +149,7 @@ def test_after_sigterm_running_requests_end_and_new_ones_are_refused(
         events += stream
     names = [name for name, _ in events]
     assert (names.count("finish"), names[-1]) == (6, "done")
-    assert small.process.wait(30) == 0
+    assert small.process.wait(WAIT_S) == 0
     assert "Traceback" not in small.log.read_text()
 
 
@@ -164,4 +182,4 @@ def test_a_request_that_outlasts_the_shutdown_timeout_gets_an_error_and_the_exit
         restarted.process.send_signal(signal.SIGTERM)
         name, data = list(stream)[-1]
     assert (name, data["error"]["code"]) == ("error", "draining")
-    assert restarted.process.wait(30) == 0
+    assert restarted.process.wait(WAIT_S) == 0

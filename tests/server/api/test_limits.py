@@ -272,7 +272,12 @@ def test_without_an_answer_about_its_limits_a_request_is_refused(
     serve(artifacts, tmp_path / "registry", TenantLimits(), talk)
 
 
-def test_by_default_a_tenant_pins_half_of_the_slots(artifacts: Artifacts, tmp_path: Path) -> None:
+def test_by_default_a_tenant_pins_half_of_the_slots(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each answer waits for its load.
+    monkeypatch.setattr(variants_module, "OUTCOME_S", 240.0)
+
     async def talk(app: HttpApp) -> None:
         for name in ("chatty", "plain"):
             publish(app.service.registry, getattr(artifacts, name), name, "acme")

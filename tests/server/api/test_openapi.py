@@ -18,7 +18,7 @@ from server.api.access import ROLES
 from server.api.openapi import EXAMPLES, OPERATIONS, SCHEMAS, TAGS
 from tests.server.api.helpers.described import check_described
 from tests.server.api.helpers.described import document as described
-from tests.server.helpers.live_server import Artifacts, LiveServer, live_server
+from tests.server.helpers.live_server import WAIT_S, Artifacts, LiveServer, live_server
 
 # Of each operation.
 SETTINGS = settings(
@@ -41,7 +41,7 @@ def server(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture(scope="module")
 def document(server: LiveServer) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{server.url}/openapi.json").json()
+    found: dict[str, Any] = httpx.get(f"{server.url}/openapi.json", timeout=WAIT_S).json()
     return found
 
 

@@ -239,6 +239,7 @@ def test_slow_uploads_do_not_hold_up_another(server: LiveServer, artifacts: Arti
         assert server.upload("honest", artifacts.plain).status_code == 201
         for raw in slow:
             raw.sendall(content[len(content) // 2 :])
+        for raw in slow:
             reply = HTTPResponse(raw)
             reply.begin()
             assert reply.status == 201

@@ -174,7 +174,17 @@ def test_the_second_of_two_operators_is_told(
     browser: Browser, operated: LiveServer, artifacts: Artifacts
 ) -> None:
     publish(operated, "raced", artifacts.plain, artifacts.third, artifacts.spare[0])
+    seen = operated.client.get("/variants/raced").json()
+
+    def as_seen(route: Any) -> None:
+        if route.request.method == "GET":
+            route.fulfill(json=seen)
+        else:
+            route.continue_()
+
     with opened(browser, operated.url, lost=True) as page:
+        # A poll between the other operator's change and the click would tell of it.
+        page.route(re.compile(r"/variants/raced(\?|$)"), as_seen)
         show(page, operated, "variants/raced")
         row(page, 1).get_by_role("button", name="Roll back…").click()
         dialog = page.get_by_role("dialog")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -263,6 +263,7 @@ def test_under_many_threads_no_copy_changes_while_it_is_used() -> None:
     assert cached.metric("variants_resident", level="host") == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 50)), max_size=60))
 def test_ranges_never_overlap_and_merge_when_they_are_freed(steps: list[tuple[bool, int, int]]) -> None:
     memory = FreeList(100)

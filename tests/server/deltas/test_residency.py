@@ -224,7 +224,7 @@ def test_nothing_that_the_engine_calls_waits_for_a_disk(
     disk = block_disk(monkeypatch)
     for record in records[1:]:
         assert harness.residency.load(record.label, record.label)
-    assert disk.reading.wait(20)
+    assert disk.reading.wait(240)
     assert list(harness.residency.poll_loads()) == []
     assert harness.residency.find(records[0].label) is not None
     assert levels(harness, *(record.label for record in records)) == ["device", "disk", "disk"]
@@ -346,11 +346,11 @@ def test_closing_lets_the_running_load_end_and_leaves_no_thread(
         for record in records:
             assert harness.residency.load(record.label, record.label)
         fetches = [harness.residency._entries[record.label].fetch for record in records]
-        assert disk.reading.wait(20)
+        assert disk.reading.wait(240)
         closing = threading.Thread(target=harness.residency.close)
         closing.start()
         disk.open.set()
-        closing.join(20)
+        closing.join(240)
         assert not closing.is_alive()
         assert fetches[0].exception() is None
         assert all(fetch.cancelled() for fetch in fetches[1:])

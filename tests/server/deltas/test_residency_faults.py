@@ -92,7 +92,7 @@ def test_a_corrupt_object_that_is_uploaded_again_while_it_is_read_is_loaded_and_
     harness.corrupt(record)
     disk = block_disk(monkeypatch)
     assert harness.residency.load(record.label, record.label)
-    assert disk.reading.wait(20)
+    assert disk.reading.wait(240)
     with harness.registry.open_upload(None) as upload:
         upload.write((harness.directory / "v-1.safetensors").read_bytes())
         harness.registry.publish(upload.seal(), FACTS, tenant="default", name="v")
@@ -135,7 +135,7 @@ def test_an_object_deleted_while_it_is_read_is_read_to_its_end_and_its_unloading
     section = harness.section(record)
     disk = block_disk(monkeypatch)
     assert harness.residency.load(record.label, record.label)
-    assert disk.reading.wait(20)
+    assert disk.reading.wait(240)
     harness.registry.delete("default", "v")
     harness.registry.gc()
     assert not harness.residency.evict(record.label, "unload")

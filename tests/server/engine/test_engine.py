@@ -44,7 +44,7 @@ def deltas(tmp_path_factory: pytest.TempPathFactory) -> Family:
 @pytest.fixture
 def served(deltas: Family, tmp_path: Path, mode: Mode) -> Iterator[Served]:
     with serving(
-        deltas.base, tmp_path / "registry", mode, max_num_seqs=3, max_queue=4, load_timeout=20.0
+        deltas.base, tmp_path / "registry", mode, max_num_seqs=3, max_queue=4, load_timeout=WAIT_S
     ) as running:
         yield running
 
@@ -83,13 +83,13 @@ def test_the_least_recently_used_delta_gives_up_its_slot(served: Served, deltas:
 
 def test_a_pinned_delta_stays_and_one_slot_is_left_to_others(served: Served, deltas: Family) -> None:
     records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
-    served.engine.load(records[0], "pin").result(20)
+    served.engine.load(records[0], "pin").result(WAIT_S)
     for record in records[1:]:
         served.ask(record, PROMPT, max_new_tokens=1)
     assert served.level(records[0]) == "device"
     with pytest.raises(InvalidRequest, match="unpin another"):
-        served.engine.load(records[1], "pin").result(20)
-    served.engine.load(records[0], "unpin").result(20)
+        served.engine.load(records[1], "pin").result(WAIT_S)
+    served.engine.load(records[0], "unpin").result(WAIT_S)
     assert not served.engine.state_of(records[0]).is_pinned
 
 
@@ -98,31 +98,31 @@ def test_versions_of_the_same_bytes_have_slots_and_pins_of_their_own(
     served: Served, deltas: Family, action: str
 ) -> None:
     first, second = (served.publish(deltas.artifacts[0], name) for name in ("first", "second"))
-    served.engine.load(first, "pin").result(20)
+    served.engine.load(first, "pin").result(WAIT_S)
     assert (served.level(first), served.level(second)) == ("device", "disk")
     if action == "load":
-        served.engine.load(second).result(20)
+        served.engine.load(second).result(WAIT_S)
     else:
         served.ask(second, PROMPT)
     assert [served.engine.state_of(record).is_pinned for record in (first, second)] == [True, False]
     assert served.metric("slots_in_use") == 2
-    served.engine.load(second, "unload").result(20)
+    served.engine.load(second, "unload").result(WAIT_S)
     assert (served.level(first), served.level(second)) == ("device", "disk")
     assert served.metric("variant_evictions_total", level="device", reason="unload") == 1
 
 
 def test_requests_count_for_their_own_version_alone(served: Served, deltas: Family) -> None:
     first, second = (served.publish(deltas.artifacts[0], name) for name in ("first", "second"))
-    running = served.start(first, PROMPT, max_new_tokens=150, stop_token_ids=frozenset())
+    running = served.start(first, PROMPT, n=128, max_new_tokens=150, stop_token_ids=frozenset())
     assert [served.engine.state_of(record).num_requests for record in (first, second)] == [1, 0]
-    running.answer()
+    served.engine.cancel(running.request.id)
 
 
 def test_unload_frees_the_slot(served: Served, deltas: Family) -> None:
     record = served.publish(deltas.artifacts[0], "v")
-    served.engine.load(record).result(20)
+    served.engine.load(record).result(WAIT_S)
     assert served.level(record) == "device"
-    served.engine.load(record, "unload").result(20)
+    served.engine.load(record, "unload").result(WAIT_S)
     assert served.level(record) == "disk"
 
 
@@ -132,7 +132,7 @@ def test_unload_waits_for_the_requests_that_run_on_it(served: Served, deltas: Fa
     running = served.start(record, PROMPT, max_new_tokens=60)
     unloaded = served.engine.load(record, "unload")
     assert running.answer().token_ids == want
-    unloaded.result(20)
+    unloaded.result(WAIT_S)
 
 
 def test_a_corrupt_object_fails_its_own_requests_and_is_quarantined(served: Served, deltas: Family) -> None:
@@ -169,7 +169,7 @@ def test_requests_and_calls_for_the_same_bytes_are_told_of_their_own_version_alo
 def test_an_object_that_is_gone_is_no_corruption(served: Served, deltas: Family) -> None:
     record = served.publish(deltas.artifacts[0], "v")
     served.ask(record, PROMPT)
-    served.engine.load(record, "unload").result(20)
+    served.engine.load(record, "unload").result(WAIT_S)
     served.registry.object_path(record).unlink()
     assert isinstance(error_of(served.ask(record, PROMPT)), VariantNotFound)
 
@@ -239,7 +239,7 @@ def test_a_variant_that_finds_no_slot_in_time_is_told_so(
         slow_down(monkeypatch)
         records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
         for record in records[:2]:
-            served.engine.load(record).result(20)
+            served.engine.load(record).result(WAIT_S)
         long = [served.start(record, PROMPT, max_new_tokens=200) for record in records[:2]]
         # From here on; the loads above take as long as they do.
         monkeypatch.setattr(WaitingRequests, "late", lambda waiting, now: late(waiting, now + 60))
@@ -249,15 +249,23 @@ def test_a_variant_that_finds_no_slot_in_time_is_told_so(
         assert eventually(lambda: served.num_cancelled() == 2)
 
 
+def paused(served: Served, **sampling: Any) -> tuple[Pending, list[Event]]:
+    """Start a request, pause it behind its first token and return it with its events, again where it ended before."""
+    while True:
+        pending = served.start(None, PROMPT, **sampling)
+        found = [pending.events.get(timeout=WAIT_S)]
+        served.engine.set_paused(pending.request.id, True)
+        # Answered behind the pause, so that what comes later shows whether there is one.
+        served.ask(None, [9, 8], max_new_tokens=1)
+        found += [pending.events.get() for _ in range(pending.events.qsize())]
+        if not isinstance(found[-1], DoneEvent):
+            return pending, found
+
+
 def test_a_request_that_is_not_read_leaves_its_rows_and_goes_on_with_the_same_tokens(served: Served) -> None:
     long = {"max_new_tokens": 150, "n": 2, "stop_token_ids": frozenset()}
     want = sorted_tokens(served.ask(None, PROMPT, **long).events)
-    pending = served.start(None, PROMPT, **long)
-    found = [pending.events.get(timeout=WAIT_S)]
-    served.engine.set_paused(pending.request.id, True)
-    # Answered behind the pause, so that what comes later shows whether there is one.
-    served.ask(None, [9, 8], max_new_tokens=1)
-    found += [pending.events.get() for _ in range(pending.events.qsize())]
+    pending, found = paused(served, **long)
     for _ in range(3):
         served.ask(None, [9, 8], max_new_tokens=30, stop_token_ids=frozenset())
     assert pending.events.empty()
@@ -275,9 +283,7 @@ def sorted_tokens(events: list[Event]) -> list[list[int]]:
 
 
 def test_a_sequence_that_is_ended_while_its_request_pauses_starts_no_other(served: Served) -> None:
-    pending = served.start(None, PROMPT, max_new_tokens=150, n=3, stop_token_ids=frozenset())
-    found = [pending.events.get(timeout=WAIT_S)]
-    served.engine.set_paused(pending.request.id, True)
+    pending, found = paused(served, max_new_tokens=150, n=3, stop_token_ids=frozenset())
     for index in range(2):
         served.engine.stop_sequence(pending.request.id, index)
     served.ask(None, [9, 8], max_new_tokens=1)
@@ -293,9 +299,11 @@ def test_a_sequence_that_is_ended_while_its_request_pauses_starts_no_other(serve
 def test_a_full_queue_refuses_and_the_admitted_ones_are_answered(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_down(monkeypatch)
-    admitted = [served.start(None, PROMPT, max_new_tokens=5) for _ in range(7)]
+    is_over = slow_down(monkeypatch)
+    long = {"max_new_tokens": 240, "stop_token_ids": frozenset()}
+    admitted = [served.start(None, PROMPT, **long) for _ in range(7)]
     refusal = error_of(served.ask(None, PROMPT))
+    is_over.set()
     assert isinstance(refusal, QueueFull)
     assert "try again" in str(refusal)
     assert all(isinstance(pending.answer().end, DoneEvent) for pending in admitted)
@@ -348,15 +356,15 @@ def test_as_many_tenants_as_there_are_places_have_a_request_each(
     deltas: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(deltas.base, tmp_path / "registry", auth="keys", max_num_seqs=1, max_queue=4) as served:
-        slow_down(monkeypatch)
-        asked = [
-            replace(served.request(None, PROMPT, max_new_tokens=20), tenant=f"tenant-{number}")
-            for number in range(20)
-        ]
+        is_over = slow_down(monkeypatch)
+        long = served.request(None, PROMPT, max_new_tokens=100, stop_token_ids=frozenset())
+        asked = [replace(long, id=f"{long.id}-{number}", tenant=f"tenant-{number}") for number in range(20)]
         pending = [Pending(request, queue.SimpleQueue()) for request in asked]
         for one in pending:
             served.engine.submit(one.request, one.events.put)
-        ends = [one.answer().end for one in pending]
+        refused = [one.answer().end for one in pending[5:]]
+        is_over.set()
+        ends = [*(one.answer().end for one in pending[:5]), *refused]
         assert [isinstance(end, DoneEvent) for end in ends] == [True] * 5 + [False] * 15
 
 
@@ -440,7 +448,7 @@ def test_an_id_in_use_is_refused_and_its_owner_is_answered(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_down(monkeypatch)
-    first = served.start(None, PROMPT, max_new_tokens=40)
+    first = served.start(None, PROMPT, max_new_tokens=240, stop_token_ids=frozenset())
     second = Pending(first.request, queue.SimpleQueue())
     served.engine.submit(second.request, second.events.put)
     assert "in use" in str(error_of(second.answer()))

@@ -168,7 +168,7 @@ def test_logits_that_are_not_finite_fail_their_own_request_and_leave_no_trace(
 def test_an_object_corrupted_between_two_loads_is_quarantined(served: Served, family: Family) -> None:
     others, bad = Others.of(served, family.artifacts[0]), served.publish(family.artifacts[1], "bad")
     served.ask(bad, PROMPTS[0])
-    served.engine.load(bad, "unload").result(20)
+    served.engine.load(bad, "unload").result(WAIT_S)
     path = served.registry.object_path(bad)
     path.chmod(0o644)
     raw = bytearray(path.read_bytes())
@@ -196,7 +196,7 @@ def test_a_variant_deleted_while_it_runs_answers_to_the_end(served: Served, fami
 
     def delete() -> None:
         served.registry.delete("default", gone.name)
-        served.engine.load(gone, "unload").result(20)
+        served.engine.load(gone, "unload").result(WAIT_S)
 
     others.undisturbed_by(delete)
     assert running.answer().token_ids == want
@@ -206,7 +206,7 @@ def test_clients_that_go_leave_the_others_alone(served: Served, family: Family) 
     others = Others.of(served, family.artifacts[0])
 
     def come_and_go() -> None:
-        going = [served.start(None, PROMPTS[1], max_new_tokens=150, n=3) for _ in range(4)]
+        going = [served.start(None, PROMPTS[1], max_new_tokens=150, n=64) for _ in range(4)]
         going[0].events.get(timeout=WAIT_S)  # its first token
         for pending in going:
             served.engine.cancel(pending.request.id)
@@ -240,8 +240,8 @@ def test_a_pin_outlives_an_older_call_to_unload(served: Served, family: Family) 
     record = served.publish(family.artifacts[1], "v")
     running = served.start(record, PROMPTS[1], max_new_tokens=150)
     unloaded = served.engine.load(record, "unload")
-    served.engine.load(record, "pin").result(20)
-    unloaded.result(20)
+    served.engine.load(record, "pin").result(WAIT_S)
+    unloaded.result(WAIT_S)
     running.answer()
     assert served.level(record) == "device"
     assert served.engine.state_of(record).is_pinned

@@ -129,7 +129,7 @@ def test_where_a_request_found_its_delta_is_counted(served: Served, family: Fami
     record = served.publish(family.artifacts[0], "v")
     ends = [served.ask(record, PROMPT, max_new_tokens=1).end]
     ends.append(served.ask(record, PROMPT, max_new_tokens=1).end)
-    served.engine.load(record, "unload").result(20)
+    served.engine.load(record, "unload").result(WAIT_S)
     ends.append(served.ask(record, PROMPT, max_new_tokens=1).end)
     assert [isinstance(end, DoneEvent) and end.timings.cold for end in ends] == [True, False, True]
     # An unloaded delta leaves host memory, too.

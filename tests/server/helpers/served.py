@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -244,14 +245,16 @@ def on_forward(
     monkeypatch.setattr(ModelRunner, "forward", changed)
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every step slow, so that requests of many tokens are still running a moment later."""
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Make every step slow until the event is set, so that requests of many tokens are still running a moment later."""
+    is_over = threading.Event()
 
     def slowly(batch: Batch, forward: Callable[[], Tensor]) -> Tensor:
-        time.sleep(0.02)
+        is_over.wait(0.02)
         return forward()
 
     on_forward(monkeypatch, slowly)
+    return is_over
 
 
 @dataclass(frozen=True, slots=True)

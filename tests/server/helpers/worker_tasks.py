@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from server.errors import InvalidRequest
 
@@ -41,6 +42,14 @@ def wait_for(path: Path) -> int:
     while not path.exists():
         time.sleep(0.002)
     return os.getpid()
+
+
+def probe_when(path: Path, tokenizer: Any) -> None:
+    """Wait until a file exists, then use a tokenizer as its first request does."""
+    from server.text.worker_tasks import probe
+
+    wait_for(path)
+    probe(tokenizer)
 
 
 def allocate(num_bytes: int) -> int:

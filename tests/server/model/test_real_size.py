@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench import real as bench
 from bench import real_models as models
 from bench.real_models import RealModel
+from tests.server.helpers import live_server as live
 from tests.server.helpers.live_server import live_server
 
 # These tests write and read gigabytes on disks of unknown speed.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 PROMPT = "def main(arguments):"
 # Error of a token's log probability in nats, from rounding to bfloat16 over 16 layers.
@@ -29,6 +30,7 @@ TOLERANCE = 0.1
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Return a directory for gigabytes, deleted afterwards. Tokenizers are trained on a megabyte of text."""
     monkeypatch.setattr(models, "MAX_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr(live, "START_S", 900.0)
     directory = tmp_path / "large"
     directory.mkdir()
     yield directory

@@ -150,10 +150,11 @@ def test_a_killed_replica_fails_only_requests_that_had_begun(ray: RayServer) -> 
     lengths = {name: len(ray.token_ids(name, max_new_tokens=MAX_STREAMED)) for name in ("plain", "third")}
     longest = max(lengths, key=lengths.__getitem__)
     begun = [Event() for _ in range(NUM_STREAMS)]
+    # Looked for beforehand, which takes as long as some streams.
+    victim, survivor = ray.replicas("Engine")
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         answers = [pool.submit(stream, ray, longest, each) for each in begun]
         assert eventually(lambda: sum(each.is_set() for each in begun) >= 5)
-        victim, survivor = ray.replicas("Engine")
         victim.send_signal(signal.SIGKILL)
         ended = [answer.result() for answer in answers]
     failed = [(count, data) for count, name, data in ended if name == "error"]

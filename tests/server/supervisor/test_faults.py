@@ -48,18 +48,26 @@ def processes(server: LiveServer, module: str = "") -> list[psutil.Process]:
 def is_ready(server: LiveServer) -> bool:
     """Ask over many connections, so that every HTTP process is asked."""
     try:
-        return all(httpx.get(f"{server.url}/ready").status_code == 200 for _ in range(8))
+        return all(httpx.get(f"{server.url}/ready", timeout=240).status_code == 200 for _ in range(8))
     except httpx.TransportError:
         return False
 
 
 def all_gone(alive: list[psutil.Process]) -> bool:
-    return not [each for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    return all(map(is_gone, alive))
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def is_pinned(server: LiveServer, name: str) -> bool:
-    pinned: bool = server.client.get(f"/variants/{name}").json()["versions"][0]["pinned"]
-    return pinned
+    reply = server.client.get(f"/variants/{name}")
+    # Refused by a process that has not heard of a new engine yet.
+    return reply.is_success and bool(reply.json()["versions"][0]["pinned"])
 
 
 def kill_engine(server: LiveServer) -> None:
@@ -72,7 +80,7 @@ def kill_engine(server: LiveServer) -> None:
 @pytest.fixture(scope="module")
 def running(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     registry = tmp_path_factory.mktemp("faults") / "registry"
-    options = ("--http-workers", 2, "--max-restarts", 1000, "--step-timeout", 3, "--shutdown-timeout", 1)
+    options = ("--http-workers", 2, "--max-restarts", 1000, "--step-timeout", 10, "--shutdown-timeout", 1)
     with live_server(artifacts.base, registry, *options) as server:
         for name in ("plain", "chatty"):
             assert server.upload(name, getattr(artifacts, name)).status_code == 201
@@ -161,17 +169,20 @@ def has_ended(stream: socket.socket) -> bool:
 
 
 def test_two_http_processes_count_as_one_server(server: LiveServer) -> None:
-    before = server.metric("http_requests_total", code="200", route="/generate")
+    def count() -> float:
+        return server.metric("http_requests_total", code="200", route="/tokenize")
+
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: one_token(server.url), range(32)))
-    after = server.metric("http_requests_total", code="200", route="/generate")
-    assert after - before == 32
+        list(pool.map(lambda _: tokenize(server.url), range(32)))
+    # A process that answers late is counted with its last figures.
+    assert eventually(lambda: count() >= 32)
+    assert count() == 32
 
 
-def one_token(url: str) -> None:
+def tokenize(url: str) -> None:
+    """Call a route that no other test of this file calls, over a connection of its own."""
     with httpx.Client(base_url=url, timeout=240) as client:
-        body = {"prompt": "hello", "max_new_tokens": 1}
-        assert client.post("/generate", json=body).status_code == 200
+        assert client.post("/tokenize", json={"model": "base", "prompt": "hello"}).status_code == 200
 
 
 def test_a_storm_of_cancelled_requests_leaves_none_open(server: LiveServer) -> None:

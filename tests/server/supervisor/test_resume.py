@@ -53,6 +53,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+NUM_WATCHED = NUM_NEW * 5
 # Tokens of the stream that is watched, after which the engine is killed.
 KILLED_AT = (30, 150)
 NUM_INNOCENT = 30
@@ -99,7 +100,7 @@ def server(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def test_requests_of_every_kind_go_on_with_the_next_engine_token_for_token(server: LiveServer) -> None:
     want = {call: ask(server, call) for call in CALLS}
-    watched = server.token_ids(max_new_tokens=NUM_NEW)
+    watched = server.token_ids(max_new_tokens=NUM_WATCHED)
     with ThreadPoolExecutor(len(CALLS)) as pool:
         got = {call: pool.submit(ask, server, call) for call in CALLS}
 
@@ -109,13 +110,14 @@ def test_requests_of_every_kind_go_on_with_the_next_engine_token_for_token(serve
 
         assert eventually(have_begun)
         streamed: list[int] = []
-        with server.streaming(max_new_tokens=NUM_NEW) as stream:
+        with server.streaming(max_new_tokens=NUM_WATCHED) as stream:
             for name, document in stream:
                 assert name != "error", document
                 if name == "token":
                     streamed.append(document["token_id"])
                 if len(streamed) in KILLED_AT and name == "token":
-                    processes(server, ENGINE)[0].kill()
+                    # The one that follows the last may not be started yet.
+                    eventually(lambda: processes(server, ENGINE))[0].kill()
         assert {call: answer.result() for call, answer in got.items()} == want
     assert streamed == watched
     assert server.log.read_text().count("requests go on with another engine") >= len(KILLED_AT)
@@ -157,7 +159,7 @@ def test_a_request_waits_no_longer_than_its_time_for_another_engine(
     with live_server(artifacts.base, tmp_path / "registry", "--resume-timeout", 0.2) as server:
         # Found before, so that the answer is not whole when it is killed.
         [engine] = processes(server, ENGINE)
-        with server.streaming(max_new_tokens=NUM_NEW * 5) as stream:
+        with server.streaming(max_new_tokens=NUM_WATCHED) as stream:
             next(stream)
             engine.kill()
             *_, (name, document) = stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,7 @@ import pytest
 from server.tenants.admission import COUNT_TOKENS
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
+from server.tenants.limits import WINDOW_S
 from server.tenants.tenant import Role
 from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually, live_server
 from tests.server.supervisor.test_faults import ENGINE, HTTP, LONG, is_ready, processes
@@ -71,11 +73,12 @@ def tenants(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_two_http_processes_have_one_budget_of_requests(tenants: Tenants) -> None:
     tenants.limit("budget", requests_per_minute=10)
     with tenants.client("budget") as client, ThreadPoolExecutor(8) as pool:
+        began = time.monotonic()
         replies = list(pool.map(lambda _: _generate(client), range(40)))
         statuses = [reply.status_code for reply in replies]
         assert set(statuses) == {200, 429}
-        # One more, if a minute of the clock began meanwhile. Two budgets would admit twenty.
-        assert statuses.count(200) in (10, 11)
+        # One more in each six seconds behind the turn of a minute. Two budgets would admit twenty.
+        assert 10 <= statuses.count(200) <= min(19, 11 + (time.monotonic() - began) // 6)
         refused = next(reply for reply in replies if reply.status_code == 429)
         error = error_of(refused)
         assert (error["code"], error["param"]) == ("rate_limited", "requests_per_minute")
@@ -85,17 +88,17 @@ def test_two_http_processes_have_one_budget_of_requests(tenants: Tenants) -> Non
         assert 0 <= int(admitted.headers["x-ratelimit-remaining-requests"]) <= 9
         assert admitted.headers["x-ratelimit-reset-requests"].endswith("s")
         assert "x-ratelimit-limit-tokens" not in admitted.headers
+        number = float(statuses.count(429))
+        series = 'peraxis_tenant_rejections_total{reason="requests_per_minute",tenant="budget"}'
         with tenants.client("operator", "admin") as admin:
-            text = admin.get("/metrics").text
-    number = float(statuses.count(429))
-    series = 'peraxis_tenant_rejections_total{reason="requests_per_minute",tenant="budget"}'
-    assert f"{series} {number}" in text
+            assert eventually(lambda: f"{series} {number}" in admin.get("/metrics").text)
 
 
 def test_processes_that_are_killed_free_their_requests_and_forget_no_window(tenants: Tenants) -> None:
     tenants.limit("busy", max_running=2)
     with tenants.client("busy") as client, ExitStack() as streams:
         reading = []
+        minute = time.monotonic() // WINDOW_S
         for _ in range(2):
             body = {**BODY, **LONG, "stream": True}
             reply = streams.enter_context(client.stream("POST", "/generate", json=body))
@@ -107,7 +110,10 @@ def test_processes_that_are_killed_free_their_requests_and_forget_no_window(tena
         assert (refused.status_code, error_of(refused)["param"]) == (429, "max_running")
         assert refused.headers["Retry-After"] == "1"
         counted = client.get("/me").json()["usage"]
-        assert (counted["running"], counted["requests_last_minute"]) == (2, 2)
+        # Behind the turn of a minute, what came before counts as a little less.
+        has_turned = time.monotonic() // WINDOW_S > minute
+        assert counted["running"] == 2
+        assert counted["requests_last_minute"] == 2 or has_turned
         # Tokens are counted in slices: those of an unfinished slice are lost with their process.
         assert eventually(lambda: client.get("/me").json()["usage"]["tokens_last_minute"] > COUNT_TOKENS)
         killed = processes(tenants.server, HTTP)
@@ -124,17 +130,20 @@ def test_processes_that_are_killed_free_their_requests_and_forget_no_window(tena
         assert eventually(lambda: [each for each in processes(tenants.server, ENGINE) if each != engine])
         assert eventually(lambda: is_ready(tenants.server))
         assert _once(client, "/me").json()["usage"]["running"] == 0
-        assert _generate(client).status_code == 200
+        # A process may hear of the new engine after its neighbour.
+        assert eventually(lambda: _generate(client).status_code == 200)
 
 
 def test_tokens_of_the_prompt_and_of_the_answer_count(tenants: Tenants) -> None:
     tenants.limit("words", tokens_per_minute=100)
     with tenants.client("words") as client:
+        minute = time.monotonic() // WINDOW_S
         reply = _generate(client, max_new_tokens=20, n=4)
         assert reply.status_code == 200
         total = reply.json()["usage"]["total_tokens"]
         assert eventually(lambda: client.get("/me").json()["usage"]["running"] == 0)
-        assert client.get("/me").json()["usage"]["tokens_last_minute"] == total
+        used = client.get("/me").json()["usage"]["tokens_last_minute"]
+        assert used == total or (time.monotonic() // WINDOW_S > minute and 0 < used < total)
         limited = [_generate(client, max_new_tokens=20, n=4) for _ in range(4)]
         refused = next(each for each in limited if each.status_code == 429)
         assert error_of(refused)["param"] == "tokens_per_minute"
@@ -248,9 +257,11 @@ def test_a_tenant_s_pin_of_bytes_that_another_tenant_has_is_its_own(
         ):  # fmt: skip
             reply = client.post(f"/variants?name={name}", content=file.read_bytes(), headers=headers)
             assert reply.status_code == 201
-        assert a.post("/variants/x/pin").json()["pinned"] is True
+        assert a.post("/variants/x/pin").status_code == 202
+        assert eventually(lambda: _is_pinned(a))
         assert not _is_pinned(b)
-        assert b.post("/variants/x/pin").json()["pinned"] is True
+        assert b.post("/variants/x/pin").status_code == 202
+        assert eventually(lambda: _is_pinned(b))
         assert error_of(b.post("/variants/y/pin"))["param"] == "max_pinned"
         for action in ("unpin", "unload"):
             document = b.post(f"/variants/x/{action}").json()
@@ -269,7 +280,9 @@ def test_a_tenant_s_pin_of_bytes_that_another_tenant_has_is_its_own(
 
 
 def _is_pinned(client: httpx.Client) -> bool:
-    return bool(client.get("/variants/x").json()["versions"][0]["pinned"])
+    reply = client.get("/variants/x")
+    # Refused by a process that has not heard of a new engine yet.
+    return reply.is_success and bool(reply.json()["versions"][0]["pinned"])
 
 
 def test_me_shows_the_key_and_its_roles(tenants: Tenants) -> None:

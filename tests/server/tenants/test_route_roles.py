@@ -158,14 +158,17 @@ def table(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Ite
     registry = tmp_path_factory.mktemp("table") / "registry"
     keys, auditor = KeyStore(registry), Auditor(AuditLog(registry))
 
-    def made(tenant: str, *roles: Role, expires_at: datetime | None = None) -> str:
-        return keys.create(auditor, tenant, roles, expires_at).text
+    def made(tenant: str, *roles: Role) -> str:
+        return keys.create(auditor, tenant, roles).text
 
-    expired_at = datetime.now(UTC) + timedelta(seconds=1)
+    expired = keys.create(auditor, "acme", ["admin"])
+    record = registry / "tenants" / "keys" / f"{expired.id}.json"
+    past = datetime.now(UTC) - timedelta(seconds=1)
+    record.write_text(json.dumps({**json.loads(record.read_text()), "expires_at": past.isoformat()}))
     texts = {
         "no key": None,
         "a wrong key": f"{made('acme', 'admin')[:-64]}{'0' * 64}",
-        "an expired key": made("acme", "admin", expires_at=expired_at),
+        "an expired key": expired.text,
         "inference": made("acme", "inference"),
         "publish": made("acme", "publish"),
         "metrics": made("acme", "metrics"),
@@ -188,7 +191,6 @@ def table(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Ite
         table = Table(server, keys, auditor, artifacts, clients)
         for target in OWNERS:
             table.publish(target)
-        assert eventually(lambda: datetime.now(UTC) > expired_at)
         yield table
         for client in clients.values():
             client.close()

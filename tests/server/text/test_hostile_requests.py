@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from deltastore.errors import ArtifactError
 from server.errors import InvalidRequest
 from server.protocol.request import SamplingParams
+from server.text import service as service_module
 from server.text import tokenizer as loaded_tokenizer
 from server.text.chat_template import Conversation
 from server.text.detokenizer import IncrementalDetokenizer
@@ -20,6 +22,7 @@ from server.workers.pool import WorkerPool
 from server.workers.worker_main import Limits
 from tests.helpers.tiny_models import CHAT_TEMPLATE, make_tokenizer
 from tests.server.helpers.texts import Texts, changed, files_of, make_texts, replace, sequence
+from tests.server.helpers.worker_tasks import probe_when
 
 MAX_TOKENS = 512
 CONVERSATION = Conversation([{"role": "user", "content": "hi"}])
@@ -118,9 +121,10 @@ def test_45_requests_to_a_slow_template_delay_no_other_tenant(
 
 
 def test_16000_added_tokens_delay_no_other_tenant(
-    texts: Texts, own_files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    texts: Texts, own_files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for_memory_alone(monkeypatch)
+    monkeypatch.setattr(service_module, "probe", partial(probe_when, tmp_path / "go"))
     rules = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     added = [{"id": 259 + number, "content": f"<extra-{number}>", **rules} for number in range(16_000)]
     record = texts.publish(changed(own_files, added_tokens=added))
@@ -129,6 +133,7 @@ def test_16000_added_tokens_delay_no_other_tenant(
         loading = asyncio.create_task(service.of(record, "default"))
         await assert_others_are_served(service)
         assert not loading.done()
+        (tmp_path / "go").touch()
         assert await (await loading).encode("<extra-15999>", MAX_TOKENS) == [16_258]
 
     texts.run(test)
@@ -271,7 +276,8 @@ def test_a_damaged_tokenizer_that_an_older_server_published_is_one_clear_error(
     texts.run(test)
 
 
-def test_closing_ends_hostile_work_at_once(texts: Texts) -> None:
+def test_closing_ends_hostile_work_at_once(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_memory_alone(monkeypatch)
     record = texts.publish({"chat_template.jinja": SLOW_TEMPLATE + b"{# last #}"})
 
     async def test(service: TextService, pool: WorkerPool) -> None:

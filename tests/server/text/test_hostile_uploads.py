@@ -13,9 +13,8 @@ import pytest
 
 from deltastore.errors import ArtifactError, PeraxisError
 from server.errors import WorkerDied, WorkerTimeout
-from server.text.service import text_pool
-from server.text.worker_tasks import check_text_files
-from server.workers.pool import WORK_LIMITS, WorkerPool
+from server.text.worker_tasks import WORKER_MODULES, check_text_files
+from server.workers.pool import LOAD_LIMITS, WORK_LIMITS, WorkerPool
 from server.workers.worker_main import Limits
 from tests.helpers.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, make_tokenizer
 from tests.server.helpers.texts import Texts, changed, files_of, make_texts, replace, sequence
@@ -70,7 +69,7 @@ class Checks:
 
 
 async def _make_pool() -> WorkerPool:
-    return text_pool(1)
+    return WorkerPool(1, LOAD_LIMITS, WORKER_MODULES)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from server.tenants.keys import KeyStore
 from server.tenants.tenant import Role
 from tests.deltastore.helpers.crash_storage import artifact, push
 from tests.server.console.helpers.browser import counters, opened, serious_faults
-from tests.server.helpers.live_server import Artifacts, LiveServer, free_port, live_server
+from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, free_port, live_server
 
 NUM_VARIANTS = 10_000
 # Of the whole document. A row of a table takes 25.
@@ -264,7 +264,7 @@ def test_a_server_that_goes_away_and_comes_back_is_said_and_seen(
             expect(page.get_by_text("the server does not answer")).to_be_visible()
             page.evaluate(NOTICED)
             with live_server(artifacts.base, registry, "--port", port):
-                page.wait_for_function("noticed.includes('The server answers again')")
+                assert eventually(lambda: "The server answers again" in page.evaluate("noticed"))
                 expect(page.get_by_text("The server has not answered since")).to_have_count(0)
                 expect(page.get_by_role("link", name="staying")).to_be_visible()
                 page.get_by_role("link", name="Overview").click()
@@ -298,7 +298,7 @@ def test_a_hidden_page_asks_for_nothing_and_one_that_is_seen_asks_once_a_second(
         sign_in(page, key(keyed, "ops", "admin"))
         expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
         page.evaluate(ASKED)
-        page.wait_for_function("askedAt.length >= 5")
+        assert eventually(lambda: page.evaluate("askedAt.length") >= 5)
         pauses = [later - earlier for earlier, later in itertools.pairwise(page.evaluate("askedAt"))]
         # Milliseconds: never more often than once a second, and as often where nothing is slow.
         assert 950 < min(pauses) < 3000
@@ -307,4 +307,4 @@ def test_a_hidden_page_asks_for_nothing_and_one_that_is_seen_asks_once_a_second(
         page.wait_for_timeout(3000)
         assert page.evaluate("askedAt.length") == number
         page.evaluate(SHOW)
-        page.wait_for_function(f"askedAt.length > {number}")
+        assert eventually(lambda: page.evaluate("askedAt.length") > number)

@@ -316,7 +316,7 @@ def _check_fields(kind: type[msgspec.Struct], body: bytearray) -> None:
     num_bytes = 0
     for name, value in members.decode(body).items():
         num_bytes += len(value)
-        if len(value) > MAX_FIELD_BYTES and name not in LONG_LISTS and memoryview(value)[:1] != b'"':
+        if len(value) > MAX_FIELD_BYTES and name not in LONG_LISTS and bytes(memoryview(value)[:1]) != b'"':
             raise InvalidRequest(
                 f"{shown(name)} has {len(value)} bytes, more than {MAX_FIELD_BYTES}: make it shorter",
                 name if name in kind.__struct_fields__ else None,

@@ -36,8 +36,8 @@ def forked_readers() -> Iterator[None]:
         with turn:
             if not template:
                 program = [sys.executable, "-m", "tests.helpers.forked_reader"]
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-                template.append(subprocess.Popen(program, cwd=ROOT, text=True, **pipes))
+                pipe = subprocess.PIPE
+                template.append(subprocess.Popen(program, cwd=ROOT, text=True, stdin=pipe, stdout=pipe))
             process = template[0]
             assert process.stdin is not None
             assert process.stdout is not None

@@ -50,6 +50,8 @@ MAX_FIELD_BYTES = 1 << 20
 LONG_LISTS = {"prompt", "messages", "tokens"}
 # Bodies of one tenant that wait to be parsed; their bytes are bounded before.
 MAX_WAITING = 4096
+# Of bodies, by the event loop.
+READ_BYTES_PER_S = 500e6
 # Of one call: a tenant whose texts take threads long goes on.
 MAX_REST_S = 2.0
 # A JSON body must be complete after this time.
@@ -72,13 +74,13 @@ P = ParamSpec("P")
 class ParsingTurns:
     """Turns of tenants for `parsed`: one call at a time, because a parser holds the interpreter's lock.
 
-    While other tenants are served, a tenant's call rests until threads have worked for it in at most a part of the time
-    since its last one began. So a tenant that sends nothing but large bodies takes that part of a processor from the
-    engine.
+    While other tenants are served, a tenant's call rests until threads have worked for it, and the event loop has read
+    what they worked on, in at most a part of the time since its last one began. So a tenant that sends nothing but
+    large bodies takes that part of a processor from the engine.
 
     Args:
         ledger: the seconds of the tenants.
-        num_cores: that the process may use; the part is an eighth of them, and at most half of one.
+        num_cores: that the process may use; the part is a sixteenth of them, and at most half of one.
         clock: by which calls rest.
     """
 
@@ -89,7 +91,7 @@ class ParsingTurns:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ledger = ledger
-        self._part = min(num_cores / 8, 0.5)
+        self._part = min(num_cores / 16, 0.5)
         self._clock = clock
         self._turns = FairLimiter(1, 1, MAX_WAITING)
         # A call that rests keeps those of other tenants waiting for nothing.
@@ -98,8 +100,11 @@ class ParsingTurns:
         self._begun: dict[str, tuple[float, float]] = {}
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
+    async def turn(self, tenant: str, num_bytes: int = 0) -> AsyncIterator[None]:
         """Wait for a tenant's turn and hold it inside the `async with` block.
+
+        Args:
+            num_bytes: of the body.
 
         Raises:
             QueueFull: `MAX_WAITING` calls of the tenant wait.
@@ -110,7 +115,8 @@ class ParsingTurns:
                 rested_at = begun_at + (self._ledger.used_on_threads(tenant) - worked_s) / self._part
                 await asyncio.sleep(min(rested_at - self._clock(), MAX_REST_S))
             async with self._turns.permit(tenant):
-                self._begun[tenant] = self._clock(), self._ledger.used_on_threads(tenant)
+                read_s = num_bytes / READ_BYTES_PER_S
+                self._begun[tenant] = self._clock(), self._ledger.used_on_threads(tenant) - read_s
                 yield
 
 
@@ -187,7 +193,8 @@ async def read_json(request: Request, kind: type[B], held: ExitStack) -> B:
     if len(body) <= FREE_BYTES and sum(map(body.count, MARKS)) <= MAX_MARKS:
         document, ignored = _parse_all(kind, body)
     else:
-        document, ignored = await parsed(bodies.parsing, tenant, _parse_all, kind, body)
+        async with bodies.parsing.turn(tenant, len(body)):
+            document, ignored = await asyncio.to_thread(timed_on_thread(_parse_all), kind, body)
     if ignored:
         bodies.ignored.tell(ignored, tenant)
         request.scope["state"]["ignored"] = told(ignored)

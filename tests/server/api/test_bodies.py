@@ -193,7 +193,9 @@ def test_a_body_of_many_small_values_is_parsed_beside_the_event_loop(piece: str)
     run(what)
 
 
-def rests_of(monkeypatch: pytest.MonkeyPatch, ledger: LoopLedger, num_cores: int) -> list[float]:
+def rests_of(
+    monkeypatch: pytest.MonkeyPatch, ledger: LoopLedger, num_cores: int, num_bytes: int = 0
+) -> list[float]:
     """Return the seconds for which the second, third and fourth calls of a tenant rest, where each one works for 0.1 s
     and the clock goes on by 0.05 s meanwhile.
     """
@@ -207,7 +209,7 @@ def rests_of(monkeypatch: pytest.MonkeyPatch, ledger: LoopLedger, num_cores: int
     turns = json_io.ParsingTurns(ledger, num_cores, lambda: now[0])
 
     async def call() -> None:
-        async with turns.turn("acme"):
+        async with turns.turn("acme", num_bytes):
             ledger.total.labels("acme", "thread").inc(0.1)
             now[0] += 0.05
 
@@ -231,7 +233,9 @@ def test_a_tenant_of_large_bodies_rests_by_what_its_threads_work_while_others_ar
     assert rests_of(monkeypatch, alone, 2) == []
     shared.charge("other", 0.01)
     assert rests_of(monkeypatch, shared, 16) == [0.15, 0.15, json_io.MAX_REST_S]
-    assert rests_of(monkeypatch, shared, 2) == [0.35, 0.35, json_io.MAX_REST_S]
+    assert rests_of(monkeypatch, shared, 2) == [0.75, 0.75, json_io.MAX_REST_S]
+    # Reading takes as long again.
+    assert rests_of(monkeypatch, shared, 16, 50_000_000) == [0.35, 0.35, json_io.MAX_REST_S]
 
 
 def test_a_call_that_rests_lets_those_of_other_tenants_begin() -> None:

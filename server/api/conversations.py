@@ -35,7 +35,7 @@ def num_values(text: bytes | bytearray) -> int:
 
 
 def has_many_members(text: bytes | bytearray) -> bool:
-    """True if the arrays and objects in JSON have more than `MAX_VALUES` members, numbers included; or nearly."""
+    """True if JSON has more than `MAX_VALUES` commas between members of arrays and objects, whatever they are."""
     num_quotes = num_commas = 0
     for piece in _pieces(text):
         num_quotes += piece.count(b'"')

@@ -1,4 +1,4 @@
-"""Fixtures that many tests share: tiny artifacts, a small disk, and one server per session."""
+"""Fixtures that many tests share: tiny artifacts, a small disk, and servers that run once per session."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ import pytest
 # Both set variables that torch and Triton read once, when they are imported.
 import tests.helpers.threads
 import tests.helpers.triton_interpreter  # noqa: F401
+from server.tenants.changes import AuditLog, Auditor
+from server.tenants.keys import KeyStore
+from tests.helpers.forked_reader import forked_readers
 from tests.helpers.s3_server import Bucket, S3Server, running_s3_server
 from tests.server.helpers.live_server import Artifacts, LiveServer, live_server, make_artifacts
 
@@ -48,6 +51,12 @@ def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
         subprocess.run(["umount", str(directory)], check=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def readers_are_forked() -> Iterator[None]:
+    with forked_readers():
+        yield
+
+
 @pytest.fixture(scope="session")
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     return make_artifacts(tmp_path_factory.mktemp("artifacts"))
@@ -61,6 +70,21 @@ def server(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> It
         for name in ("plain", "chatty", "third"):
             assert running.upload(name, getattr(artifacts, name)).status_code == 201
         yield running
+
+
+@pytest.fixture(scope="session")
+def guarded_server(
+    artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LiveServer, Path]]:
+    """Run one server that asks for keys for all tests, and give the file with the key of an administrator.
+
+    Each test file uses names of tenants of its own. The administrator belongs to the tenant `ops`.
+    """
+    directory = tmp_path_factory.mktemp("guarded")
+    registry, admin = directory / "registry", directory / "admin.key"
+    admin.write_text(KeyStore(registry).create(Auditor(AuditLog(registry)), "ops", ["admin"]).text + "\n")
+    with live_server(artifacts.base, registry, "--auth", "keys", "--max-gpu-deltas", 2) as running:
+        yield running, admin
 
 
 @pytest.fixture(scope="session")

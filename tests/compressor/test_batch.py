@@ -272,14 +272,24 @@ def test_after_kill_9_the_same_command_goes_on(
 
 
 def test_progress_of_other_settings_is_neither_used_nor_lost(
-    models: TinyModels, tmp_path: Path, capsys: Captured
+    models: TinyModels, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = TinyModels(models.base, models.finetunes[:1])
     command = ["compress", "--all", str(batch_file(tmp_path, one, **FIT)), "--no-progress"]
-    killed = subprocess.run([sys.executable, "-c", KILLED, "2", *command], cwd=ROOT, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    save, saved = compressor.resume.CheckpointStore.save, list[str]()
+
+    def interrupted(self: Any, stage: str, state: Any) -> None:
+        save(self, stage, state)
+        saved.append(stage)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compressor.resume.CheckpointStore, "save", interrupted)
+        assert run(command) == 130
     progress = tmp_path / "deltas" / "alpha.safetensors.progress"
     before = sorted(os.listdir(progress))
+    assert {f"{stage}.pt" for stage in saved} < {*before}
     (entry,) = result_of(batch_file(tmp_path, one, **{**FIT, "samples": 13}), capsys, code=1).values()
     assert entry["error"].startswith(f"{progress}: it was left by a run with other inputs or settings")
     assert entry["error"].endswith("or remove it to begin anew")

@@ -41,7 +41,7 @@ from tests.helpers.tiny_models import (
     make_tokenizer,
     shrunk,
 )
-from tests.server.helpers.served import make_delta, merged
+from tests.server.helpers.served import WAIT_S, make_delta, merged
 
 FAMILIES = (*ARCHITECTURES, *MORE_SERVED, *SERVED_TOO, *WRAPPERS)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "attach.py"
@@ -314,7 +314,7 @@ def test_threads_generate_as_what_was_chosen_when_they_began(setup: Setup) -> No
             with attached.using(name):
                 threads.append(threading.Thread(target=generate, args=(name,)))
                 threads[-1].start()
-                assert begun.wait(60)
+                assert begun.wait(WAIT_S)
         for thread in threads:
             thread.join()
     for name in ("a", "b"):

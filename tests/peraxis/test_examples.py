@@ -1,11 +1,14 @@
-"""The programs in examples/ that talk to a server, and the notebook, do what they say."""
+"""The programs in examples/ that talk to a server, the notebook, and the code in docs/python.md do what they say."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,47 +22,71 @@ from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, load_wh
 from tests.server.helpers.live_server import LiveServer, live_server
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "python.md"
 NOTEBOOK = ROOT / "examples" / "layer_errors.ipynb"
 # Appended to the notebook.
 PROBE = "import json, sys\nprint(json.dumps([sys.executable, ids.tolist(), errors]))"
+# On a loaded machine a kernel starts, and its outputs come, later than nbclient waits by default; it then drops them.
+WAITING: dict[str, Any] = {"startup_timeout": 600, "iopub_timeout": 600, "raise_on_iopub_timeout": True}
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
-    change = Change(chat_template=CHAT_TEMPLATE, noise=0.2)
-    made = make_pair("llama", tmp_path_factory.mktemp("models"), changes=(change,))
+    """A base and two fine-tunes with a chat template."""
+    changes = (Change(chat_template=CHAT_TEMPLATE, noise=0.2),) * 2
+    made = make_pair("llama", tmp_path_factory.mktemp("models"), changes=changes)
     make_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(made.base)
     return made
 
 
+@pytest.fixture(scope="module")
+def server(models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Run a server of the base for the tests of this file, each of which uses a variant name of its own."""
+    with live_server(models.base, tmp_path_factory.mktemp("served") / "registry") as running:
+        yield running
+
+
 def ran(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program in a process of its own."""
     command: list[str] = [sys.executable, str(ROOT / "examples" / name), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+def run_here(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: object) -> None:
+    """Run a program in this process; SystemExit holds what it would end with."""
+    program = str(ROOT / "examples" / name)
+    monkeypatch.setattr(sys, "argv", [program, *map(str, arguments)])
+    runpy.run_path(program, run_name="__main__")
+
+
 def test_a_pipeline_publishes_what_is_near_enough_and_nothing_else(
-    models: TinyModels, tmp_path: Path
+    models: TinyModels,
+    server: LiveServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with live_server(models.base, tmp_path / "registry") as server:
-        pair = models.base, models.finetunes[0], "my", server.url
-        refused = ran("publish.py", *pair, 1.0, 4)
-        assert refused.returncode != 0
-        assert refused.stderr.splitlines()[-1].startswith("not published: ")
-        assert "min_agreement" in refused.stderr.splitlines()[-1]
-        assert versions(server) == {}
+    before = versions(server)
+    assert "published" not in before
+    pair = models.base, models.finetunes[0], "published", server.url
+    with pytest.raises(SystemExit, match=r"\Anot published: .*min_agreement.*\Z"):
+        run_here(monkeypatch, "publish.py", *pair, 1.0, 4)
+    assert versions(server) == before
 
-        published = ran("publish.py", *pair, 0.0, 4)
-        assert (published.returncode, published.stderr) == (0, "")
-        assert published.stdout.splitlines()[-1] == "my answers as version 1"
-        assert versions(server) == {"my": 1}
+    published = ran("publish.py", *pair, 0.0, 4)
+    assert (published.returncode, published.stderr) == (0, "")
+    assert published.stdout.splitlines()[-1] == "published answers as version 1"
+    assert versions(server) == {**before, "published": 1}
 
-        compared = ran("compare.py", server.url, "my", "base", "Hello", "One two")
-        assert (compared.returncode, compared.stderr) == (0, "")
-        assert [line for line in compared.stdout.splitlines() if line.startswith(("'Hello'", "'One two'"))]
-        assert "  my: " in compared.stdout
-        same = ran("compare.py", server.url, "my", "my@1", "Hello")
-        assert "  my" not in same.stdout
+    compared = ran("compare.py", server.url, "published", "base", "Hello", "One two")
+    assert (compared.returncode, compared.stderr) == (0, "")
+    assert [line for line in compared.stdout.splitlines() if line.startswith(("'Hello'", "'One two'"))]
+    assert "  published: " in compared.stdout
+    capsys.readouterr()
+    run_here(monkeypatch, "compare.py", server.url, "published", "published@1", "Hello")
+    same = capsys.readouterr().out
+    assert same.startswith("'Hello': ")
+    assert "  published" not in same
 
 
 def versions(server: LiveServer) -> dict[str, int | None]:
@@ -67,6 +94,27 @@ def versions(server: LiveServer) -> dict[str, int | None]:
     return {
         variant["name"]: variant["active"] for variant in server.client.get("/variants").json()["variants"]
     }
+
+
+def test_the_pages_code_runs_in_its_order(
+    models: TinyModels,
+    server: LiveServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for link, target in (("base", models.base), ("my-finetune", models.finetunes[0])):
+        (tmp_path / link).symlink_to(target)
+    better = tmp_path / "better.safetensors"
+    peraxis.compress(models.base, models.finetunes[1], better, calibration="none").close()
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 6
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block.replace("http://localhost:8000", server.url), names)
+    assert [each["version"] for each in server.client.get("/variants/my").json()["versions"]] == [1]
+    assert "<Artifact my.safetensors: " in capsys.readouterr().out
 
 
 def test_the_notebook_shows_the_error_of_each_matrix_of_the_merged_checkpoint(
@@ -111,7 +159,7 @@ def executed(models: TinyModels, directory: Path, monkeypatch: pytest.MonkeyPatc
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(notebook))
     notebook.cells.append(nbformat.v4.new_code_cell(PROBE))
-    NotebookClient(notebook, resources={"metadata": {"path": str(directory)}}).execute()
+    NotebookClient(notebook, resources={"metadata": {"path": str(directory)}}, **WAITING).execute()
     return delta.path, code_cells(notebook)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import pytest
 
 from deltastore.registry import Registry
 from peraxis.cli import run
-from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from tests.client.helpers.scripted_server import answer, scripted_server
-from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
+from tests.server.helpers.live_server import Artifacts, LiveServer, eventually
 
 Output = pytest.CaptureFixture[str]
 
@@ -40,13 +38,9 @@ class Guarded:
         return json.loads(capsys.readouterr().out)
 
 
-@pytest.fixture(scope="module")
-def guarded(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    directory = tmp_path_factory.mktemp("guarded")
-    registry, admin = directory / "registry", directory / "admin.key"
-    admin.write_text(KeyStore(registry).create(Auditor(AuditLog(registry)), "ops", ["admin"]).text + "\n")
-    with live_server(artifacts.base, registry, "--auth", "keys", "--max-gpu-deltas", 2) as server:
-        yield Guarded(server, admin)
+@pytest.fixture
+def guarded(guarded_server: tuple[LiveServer, Path]) -> Guarded:
+    return Guarded(*guarded_server)
 
 
 @pytest.fixture(autouse=True)

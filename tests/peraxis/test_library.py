@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from deltastore.format.manifest import Manifest
 from peraxis import artifact, library
 from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, load_whole, make_pair, make_tokenizer
 from tests.helpers.tiny_stacks import STACK, write_stacks
-from tests.server.helpers.live_server import live_server
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "python.md"
@@ -31,9 +29,9 @@ PAGE = ROOT / "docs" / "python.md"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
-    """A base and two fine-tunes with a chat template."""
-    changes = (Change(chat_template=CHAT_TEMPLATE, noise=0.2),) * 2
-    made = make_pair("llama", tmp_path_factory.mktemp("models"), changes=changes)
+    """A base and a fine-tune with a chat template."""
+    change = Change(chat_template=CHAT_TEMPLATE, noise=0.2)
+    made = make_pair("llama", tmp_path_factory.mktemp("models"), changes=(change,))
     make_tokenizer(chat_template=CHAT_TEMPLATE).save_pretrained(made.base)
     return made
 
@@ -246,23 +244,6 @@ def test_a_table_has_a_bound(opened: artifact.Artifact, monkeypatch: pytest.Monk
     shown = opened._repr_html_()
     assert _Page(shown).tags.count("tr") == 4
     assert f"and {len(opened.manifest.tensors) - 3} more tensors" in shown
-
-
-def test_the_pages_code_runs_in_its_order(
-    models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for link, target in (("base", models.base), ("my-finetune", models.finetunes[0])):
-        (tmp_path / link).symlink_to(target)
-    compress(CompressConfig(str(models.base), str(models.finetunes[1]), tmp_path / "better.safetensors"))
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 6
-    names: dict[str, Any] = {}
-    with live_server(models.base, tmp_path / "registry") as server:
-        for block in blocks:
-            exec(block.replace("http://localhost:8000", server.url), names)
-        assert [each["version"] for each in server.client.get("/variants/my").json()["versions"]] == [1]
-    assert "<Artifact my.safetensors: " in capsys.readouterr().out
 
 
 def test_the_page_names_every_call_of_a_client() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from bench.engine import publish
 from deltastore.errors import NotServable
 from deltastore.registry import Registry
 from deltastore.registry.records import VersionRecord
-from tests.server.helpers.served import Family, make_family
+from tests.server.helpers.served import WAIT_S, Family, make_family
 
 
 class Engine:
@@ -70,7 +71,8 @@ class Served:
 
     async def comes_to(self, name: str, record: VersionRecord | None) -> None:
         """Wait until a name means a version; None if it means none."""
-        for _ in range(1000):
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
             found = self.models.lora_requests.get(name)
             if (None if found is None else found.lora_path) == (None if record is None else path_of(record)):
                 return

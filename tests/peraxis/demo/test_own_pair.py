@@ -27,6 +27,12 @@ from tests.helpers.tiny_models import CHAT_TEMPLATE, Change, TinyModels, make_pa
 from tests.server.helpers.live_server import clean_environment
 
 
+@pytest.fixture(autouse=True)
+def enough_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have memory free, whatever else runs on this machine; a test of short memory replaces it."""
+    monkeypatch.setattr(own_pair, "available_bytes", lambda: 1 << 40)
+
+
 @pytest.fixture
 def models(tmp_path: Path) -> TinyModels:
     """Make a base, a fine-tune without a chat template and one with."""
@@ -121,14 +127,34 @@ def test_a_fine_tune_answers_as_transformers_generates(models: TinyModels) -> No
     assert answers[0].token_ids == expected[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_a_fine_tune_that_transformers_cannot_run_is_left_out_with_the_reason(
-    models: TinyModels, tmp_path: Path
-) -> None:
+def test_a_fine_tune_that_transformers_cannot_run_is_refused_by_its_process(models: TinyModels) -> None:
     rewrite_config(models.finetunes[0], model_type="unheard-of")
+    task = {
+        "model": str(models.finetunes[0]),
+        "base": str(models.base),
+        "tokenizer": str(models.base),
+        "dtype": "float32",
+        "texts": ["hello"],
+        "is_chat": False,
+        "needed_bytes": 0,
+    }
+    with pytest.raises(CheckpointError, match=r"finetune-0: transformers cannot load it: .*unheard-of"):
+        own_pair.generate_in_this_process(task)
+
+
+def test_a_fine_tune_whose_process_fails_is_left_out_with_the_reason(
+    models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Stands for the program that the process would run.
+    failing = tmp_path / "modules" / "peraxis" / "demo" / "own_pair.py"
+    failing.parent.mkdir(parents=True)
+    for package in (failing.parent, failing.parent.parent):
+        (package / "__init__.py").touch()
+    failing.write_text("raise ValueError('no weights')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
     prompts = own_pair.Prompts(("hello",), is_chat=False, base_is_chat=False)
     reason = own_pair.finetune_answers(models.base, models.finetunes[0], prompts, ignore)
-    assert isinstance(reason, str)
-    assert reason.startswith("transformers could not run it (")
+    assert reason == "transformers could not run it (ValueError: no weights)"
 
 
 def test_an_interruption_names_the_delta_and_removes_the_rest(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -51,8 +53,23 @@ def workdir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(workdir: Path) -> Models:
-    return prepare(workdir, ignore, TINY, processes=1)
+def lines() -> list[str]:
+    """The progress of the training of `models`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def models(workdir: Path, lines: list[str]) -> Models:
+    with pytest.MonkeyPatch.context() as patched:
+        # A line for each last step alone, however long a step takes.
+        patched.setattr("peraxis.demo.train.LINE_INTERVAL_S", math.inf)
+        return prepare(workdir, lines.append, TINY, processes=1)
+
+
+def with_base(directory: Path, models: Models) -> Path:
+    """Put the trained base into a working directory, where fine-tunes alone are then missing."""
+    shutil.copytree(models.base, directory / TINY.digest() / "base")
+    return directory
 
 
 def test_a_second_call_finds_what_the_first_trained(workdir: Path, models: Models) -> None:
@@ -63,13 +80,16 @@ def test_a_second_call_finds_what_the_first_trained(workdir: Path, models: Model
     assert lines == []
 
 
-def test_training_reports_its_last_step(tmp_path: Path) -> None:
-    lines: list[str] = []
-    prepare(tmp_path, lines.append, TINY, ["upper"])
+def test_training_reports_its_last_step(models: Models, lines: list[str]) -> None:
     assert [line.split(",")[0] for line in lines if "step" in line] == [
-        "training base: step 2 of 2",
-        "training upper: step 2 of 2",
+        f"training {name}: step 2 of 2" for name in ("base", *models.finetunes)
     ]
+
+
+def test_only_finetunes_of_the_named_tasks_are_trained(models: Models, tmp_path: Path) -> None:
+    named = prepare(with_base(tmp_path, models), ignore, TINY, ["upper"])
+    assert [*named.finetunes] == [*named.tasks] == ["upper"]
+    assert sorted(path.name for path in (tmp_path / TINY.digest()).iterdir()) == ["base", "upper"]
 
 
 def test_another_recipe_is_trained_anew() -> None:
@@ -86,13 +106,13 @@ def test_finetunes_trained_side_by_side_are_those_trained_one_after_another(
         assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_an_interrupted_training_leaves_only_what_is_whole(tmp_path: Path) -> None:
+def test_an_interrupted_training_leaves_only_what_is_whole(models: Models, tmp_path: Path) -> None:
     def interrupt(line: str) -> None:
         if "reverse" in line:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(tmp_path, interrupt, TINY, processes=1)
+        prepare(with_base(tmp_path, models), interrupt, TINY, processes=1)
     assert sorted(path.name for path in (tmp_path / TINY.digest()).iterdir()) == ["base", "upper"]
 
 
@@ -102,9 +122,11 @@ def kill_this_process(line: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_training_process_that_is_killed_is_told_and_leaves_only_what_is_whole(tmp_path: Path) -> None:
+def test_a_training_process_that_is_killed_is_told_and_leaves_only_what_is_whole(
+    models: Models, tmp_path: Path
+) -> None:
     with pytest.raises(TrainingFailed, match="was killed, as where memory runs out: free 1 GB"):
-        prepare(tmp_path, kill_this_process, TINY, processes=2)
+        prepare(with_base(tmp_path, models), kill_this_process, TINY, processes=2)
     assert [path.name for path in (tmp_path / TINY.digest()).iterdir()] == ["base"]
     assert not multiprocessing.active_children()
 

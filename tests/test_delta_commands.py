@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 @pytest.fixture(scope="module")
 def delta(models: TinyModels) -> Path:
     out = models.base.parent / "delta.safetensors"
-    assert run(compressing(models, out, "--json", "--no-progress")) == 0
+    assert run(compressing(models, out, "--samples", "16", "--json", "--no-progress")) == 0
     return out
 
 
@@ -55,7 +55,8 @@ def document(args: list[str], capsys: Captured, code: int = 0) -> Any:
 
 def test_compress_prints_its_result_as_json(models: TinyModels, tmp_path: Path, capsys: Captured) -> None:
     out = tmp_path / "delta"
-    result = document(compressing(models, out, "--method", "per-axis", "--samples", "16"), capsys)
+    options = ["--method", "per-axis", "--samples", "16", "--distill-epochs", "1"]
+    result = document(compressing(models, out, *options), capsys)
     assert result["artifact_bytes"] == out.stat().st_size
     assert result["ratio"] == pytest.approx(result["full_bytes"] / result["artifact_bytes"])
     assert len(result["digest"]) == len("sha256:") + 64
@@ -78,14 +79,14 @@ def test_a_fine_tune_that_is_the_base_is_warned_of(
         "--out",
         str(tmp_path / "d"),
     ]
-    assert run([*args, "--method", "scalar", "--no-progress"]) == 0
+    assert run([*args, "--method", "scalar", "--samples", "16", "--no-progress"]) == 0
     assert "this delta changes nothing: check --finetune and --base" in capsys.readouterr().err
 
 
 def test_full_bytes_are_those_of_the_fine_tune_at_16_bits(
     models: TinyModels, tmp_path: Path, capsys: Captured
 ) -> None:
-    result = document(compressing(models, tmp_path / "delta", "--samples", "16"), capsys)
+    result = document(compressing(models, tmp_path / "delta", "--calibration", "none"), capsys)
     stored = Checkpoint.open(models.finetunes[0]).tensors.values()  # in float32
     assert result["full_bytes"] == sum(tensor.num_bytes for tensor in stored) // 2
 

@@ -29,6 +29,8 @@ from tests.server.helpers.live_server import WAIT_S, clean_environment
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 INSTALL = ["pip", "install", "."]
+# A fit is among the commands.
+COMMAND_S = 900.0
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -71,7 +73,7 @@ class Visitor:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=WAIT_S,
+            timeout=COMMAND_S,
             check=False,
         )
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"

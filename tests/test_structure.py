@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -47,6 +49,19 @@ NEED_EXTRAS = (
     "server.tracing",
 )  # fmt: skip
 OPENINGS = ("Of ", "What ", "Who ", "Where ", "Whether ", "See the module")
+# The fields of nodes of a syntax tree that hold statements, or handlers and cases, which hold statements.
+BLOCKS = ("body", "handlers", "cases", "orelse", "finalbody")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts about one file that tests check, in place of its syntax tree, which takes many times the memory."""
+
+    imports: frozenset[str]  # dotted names that it imports anywhere, also inside functions
+    imports_at_start: frozenset[str]  # those that it imports when it is imported, and not for types alone
+    checking_asserts: tuple[int, ...]  # lines of assertions that do more than narrow a type
+    fragments: tuple[int, ...]  # lines of definitions whose docstring opens with a fragment
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -66,43 +81,56 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def nodes_of(path: Path, *kinds: type[ast.AST]) -> list[ast.AST]:
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+def statements(tree: ast.Module) -> list[ast.AST]:
+    """Return a module, and every statement, handler and case in it at any depth. Expressions hold no statements."""
+    found: list[ast.AST] = [tree]
+    # It grows while it is walked.
+    for node in found:
+        for field in BLOCKS:
+            found += getattr(node, field, ())
+    return found
 
 
-def name_of(path: Path, node: ast.AST) -> str:
-    """Return the file and line of a node, for messages."""
-    return f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-
-
-def imported_names(source: str, module: str) -> set[str]:
-    """Return every dotted name that `source`, the text of `module`, imports anywhere, also inside functions."""
+def imported_names(nodes: Iterable[ast.AST], module: str) -> frozenset[str]:
+    """Return every dotted name that statements of `module` import."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = module.split(".")[: -node.level] if node.level else []
             parent = ".".join([*above, *filter(None, [node.module])])
             names.update(f"{parent}.{alias.name}" for alias in node.names)
-    return names
+    return frozenset(names)
 
 
-def imports_of(path: Path) -> set[str]:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return imported_names(path.read_text(), ".".join(parts))
+@cache
+def facts_of(path: Path) -> Facts:
+    """Parse a file, once for all tests."""
+    tree = ast.parse(path.read_text())
+    nodes, module = statements(tree), ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    asserts = [node for node in nodes if isinstance(node, ast.Assert) and not narrows_a_type(node.test)]
+    fragments = [
+        node
+        for node in nodes
+        if isinstance(node, DOCUMENTED) and (ast.get_docstring(node) or "").startswith(OPENINGS)
+    ]
+    return Facts(
+        imported_names(nodes, module),
+        imported_names(tree.body, module),
+        tuple(node.lineno for node in asserts),
+        # A module has no line of its own.
+        tuple(getattr(node, "lineno", 1) for node in fragments),
+    )
+
+
+def imports_of(path: Path) -> frozenset[str]:
+    return facts_of(path).imports
 
 
 def modules_of(names: Collection[str], modules: Collection[str]) -> set[str]:
     """Return the modules that are imported by dotted names, some of which name a part of a module."""
     return {name if name in modules else name.rpartition(".")[0] for name in names} & set(modules)
-
-
-def imports_at_start(path: Path) -> set[str]:
-    """Return every dotted name that a module imports when it is imported, and not for types alone."""
-    body = ast.parse(path.read_text()).body
-    found = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return imported_names("\n".join(map(ast.unparse, found)), module_name(path))
 
 
 def server_layer(name: str) -> str | None:
@@ -121,9 +149,46 @@ def may_import(importer: str, imported: str) -> bool:
     return imported not in {*LAYERS, *ABOVE_LAYERS} and importer != "kernels"
 
 
+def test_every_statement_is_seen() -> None:
+    source = """
+class A:
+    async def f(self):
+        for a in b:
+            while c:
+                if d:
+                    import in_if
+                elif e:
+                    import in_elif
+                else:
+                    import in_else
+            else:
+                import behind_while
+        else:
+            import behind_for
+        async for a in b:
+            async with g:
+                with h:
+                    import in_with
+        match i:
+            case 0:
+                try:
+                    import in_try
+                except J:
+                    import in_except
+                else:
+                    import behind_try
+                finally:
+                    import in_finally
+"""
+    tree = ast.parse(source)
+    found = statements(tree)
+    assert {*found} >= {node for node in ast.walk(tree) if isinstance(node, ast.stmt)}
+    assert len(imported_names(found, "module")) == source.count("import ")
+
+
 def test_imports_are_seen_wherever_they_stand() -> None:
     source = "import a.b\nfrom c import d\ndef f():\n    from .e import g\n    from . import h\n"
-    assert imported_names(source, "server.engine.request") == {
+    assert imported_names(statements(ast.parse(source)), "server.engine.request") == {
         "a.b",
         "c.d",
         "server.engine.e.g",
@@ -250,7 +315,7 @@ def test_tests_lie_in_folders_that_mirror_the_packages() -> None:
 
 def test_only_what_an_extra_is_for_imports_its_packages() -> None:
     """Imports inside functions do not count."""
-    modules = {module_name(path): imports_at_start(path) for path in python_files(*PACKAGES)}
+    modules = {module_name(path): facts_of(path).imports_at_start for path in python_files(*PACKAGES)}
     needing = {name for name, names in modules.items() if {each.split(".")[0] for each in names} & EXTRAS}
     while more := {name for name, names in modules.items() if modules_of(names, needing)} - needing:
         needing |= more
@@ -297,20 +362,13 @@ def narrows_a_type(test: ast.expr) -> bool:
 def test_outside_tests_an_assert_narrows_a_type_and_does_nothing_else() -> None:
     """`python -O` removes assertions, so that nothing may depend on them."""
     found = [
-        name_of(path, node)
+        f"{path.relative_to(ROOT)}:{line}"
         for path in production_files()
-        for node in nodes_of(path, ast.Assert)
-        if isinstance(node, ast.Assert) and not narrows_a_type(node.test)
+        for line in facts_of(path).checking_asserts
     ]
     assert not found
 
 
 def test_no_docstring_opens_with_a_fragment() -> None:
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [
-        name_of(path, node)
-        for path in all_files()
-        for node in nodes_of(path, *kinds)
-        if isinstance(node, kinds) and (ast.get_docstring(node) or "").startswith(OPENINGS)
-    ]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in all_files() for line in facts_of(path).fragments]
     assert not found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -10,19 +9,28 @@ import pytest
 
 from bench.process import ProcessTree, memory_of, part_of
 
-CHILD = "import sys; block = bytearray(64 << 20); print(flush=True); sys.stdin.read()"
+# The child inherits the parent's streams, and starts when the parent is sent a line. Both end with their input.
+PARENT = """
+import subprocess, sys
+print(flush=True)
+sys.stdin.readline()
+subprocess.run([sys.executable, *sys.argv[1:]])
+"""
+CHILD = "import os, sys; block = bytearray(64 << 20); print(os.getpid(), flush=True); sys.stdin.read()"
 
 
 def test_the_memory_of_a_tree_includes_its_children() -> None:
-    tree = ProcessTree(os.getpid())
-    before = tree.memory()["VmRSS"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", CHILD], stdin=pipe, stdout=pipe) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
+    command, pipe = [sys.executable, "-c", PARENT, "-c", CHILD], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        tree = ProcessTree(parent.pid)
+        before = tree.memory()["VmRSS"]
+        print(file=parent.stdin, flush=True)
+        child = int(parent.stdout.readline())
         assert tree.memory()["VmRSS"] > before + (48 << 20)
-        assert tree.of_each("VmHWM")[child.pid][1] > 64 << 20
-        child.kill()
+        assert tree.of_each("VmHWM")[child][1] > 64 << 20
 
 
 def test_a_tree_that_has_ended_uses_no_memory() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +60,19 @@ def offline(harness: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture(scope="module")
+def task_manager(harness: None) -> Callable[..., Any]:
+    """lm_eval's TaskManager, made once by the first test that asks for it: it reads the files of all its tasks."""
+    from lm_eval.tasks import TaskManager
+
+    return cache(TaskManager)
+
+
+@pytest.fixture
+def indexed_once(task_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", task_manager)
 
 
 def questions() -> list[dict[str, object]]:
@@ -144,7 +160,7 @@ def test_the_paper_s_tasks_are_known_to_the_harness(harness: None) -> None:
 
 
 def test_a_task_of_the_hub_without_a_network_is_one_line(
-    evaluated: Evaluated, offline: None, capsys: Captured
+    evaluated: Evaluated, offline: None, indexed_once: None, capsys: Captured
 ) -> None:
     message = document(evaluated.args(tasks="paper"), capsys, code=2)["error"]["message"]
     assert message.startswith(
@@ -188,7 +204,12 @@ def test_a_task_that_does_not_fit_its_data_is_one_line(
     ],
 )
 def test_a_task_that_is_not_there_is_one_line(
-    tasks: str, message: str, evaluated: Evaluated, offline: None, capsys: Captured
+    tasks: str,
+    message: str,
+    evaluated: Evaluated,
+    offline: None,
+    indexed_once: None,
+    capsys: Captured,
 ) -> None:
     assert message in document(evaluated.args(tasks=tasks), capsys, code=2)["error"]["message"]
 

@@ -62,7 +62,7 @@ class S3Server:
     def make_bucket(self) -> Bucket:
         """Make a bucket with a name of its own."""
         name = f"bucket-{secrets.token_hex(8)}"
-        httpx.put(f"{self.endpoint}/{name}").raise_for_status()
+        httpx.put(f"{self.endpoint}/{name}", timeout=240.0).raise_for_status()
         return Bucket(self.endpoint, name)
 
 

@@ -123,7 +123,7 @@ def test_only_norms_that_differ_need_no_fitting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "fit_settings"),
     [
-        ("both", FitSettings(SELF, budget=1.2)),
+        ("both", FitSettings(SELF, distill_epochs=2, budget=1.2)),
         ("per-axis", FitSettings(SELF, recipe="paper", distill_epochs=1)),
     ],
     ids=["ours", "paper"],

@@ -1,4 +1,4 @@
-"""Calibrated deltas, through the pipeline: nearer the fine-tune than weights alone, and reproducible."""
+"""Calibrated deltas, through the pipeline: nearer the fine-tune than weights alone, and described in the artifact."""
 
 from __future__ import annotations
 
@@ -45,17 +45,6 @@ def test_calibration_brings_a_delta_nearer_its_finetune(
         compress(config)
         distances[name] = kl_to_the_finetune(models.base, models.finetunes[0], out, tmp_path / name)
     assert distances["calibrated"] < 0.9 * distances["weights"]
-
-
-def test_the_same_inputs_give_the_same_calibrated_artifact(tmp_path: Path) -> None:
-    models = make_pair("llama", tmp_path, seed=8)
-    digests = {
-        compress(
-            CompressConfig(str(models.base), str(models.finetunes[0]), tmp_path / f"{run}", fit_settings=SELF)
-        ).digest
-        for run in range(2)
-    }
-    assert len(digests) == 1
 
 
 def test_an_artifact_says_what_it_was_calibrated_on(tmp_path: Path) -> None:

@@ -388,7 +388,7 @@ async def _formed(
     num_chars = len(asked.tools) + (0 if asked.grammar is None else len(asked.grammar.text))
     if num_chars <= MAX_FORMED_HERE:
         return make(), types
-    return await parsed(service.parsing, call.tenant.name, make), types
+    return await parsed(service.parsing, call.tenant.name, 0, make), types
 
 
 async def _ruled(call: GenerationCall, text: VariantText) -> Mapping[str, Any]:

@@ -104,7 +104,7 @@ class ParsingTurns:
         """Wait for a tenant's turn and hold it inside the `async with` block.
 
         Args:
-            num_bytes: of the body.
+            num_bytes: that the event loop has read for the call.
 
         Raises:
             QueueFull: `MAX_WAITING` calls of the tenant wait.
@@ -132,14 +132,22 @@ class Bodies:
 
 
 async def parsed(
-    parsing: ParsingTurns, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    parsing: ParsingTurns,
+    tenant: str,
+    num_bytes: int,
+    function: Callable[P, T],
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> T:
     """Call a function of a request's large values on a thread, in its tenant's turn.
+
+    Args:
+        num_bytes: that the event loop has read for it and that no call before has counted.
 
     Raises:
         QueueFull: `MAX_WAITING` calls of the tenant wait.
     """
-    async with parsing.turn(tenant):
+    async with parsing.turn(tenant, num_bytes):
         return await asyncio.to_thread(timed_on_thread(function), *args, **kwargs)
 
 
@@ -193,8 +201,7 @@ async def read_json(request: Request, kind: type[B], held: ExitStack) -> B:
     if len(body) <= FREE_BYTES and sum(map(body.count, MARKS)) <= MAX_MARKS:
         document, ignored = _parse_all(kind, body)
     else:
-        async with bodies.parsing.turn(tenant, len(body)):
-            document, ignored = await asyncio.to_thread(timed_on_thread(_parse_all), kind, body)
+        document, ignored = await parsed(bodies.parsing, tenant, len(body), _parse_all, kind, body)
     if ignored:
         bodies.ignored.tell(ignored, tenant)
         request.scope["state"]["ignored"] = told(ignored)

@@ -1,6 +1,6 @@
 """Checks of a variant's files in forks of one process that has imported what they need, in place of a new one each.
 
-A program, `python -P -m tests.helpers.forked_reader`: each line of its standard input has the arguments of a check.
+A program, `python -m tests.helpers.forked_reader`: each line of its standard input has the arguments of a check.
 """
 
 from __future__ import annotations

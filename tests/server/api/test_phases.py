@@ -14,7 +14,6 @@ import pytest
 from server.api import inference
 from server.api.generation import TOKEN_BYTES
 from server.api.outputs import TextToken
-from server.errors import EngineRestarted
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of, with_engine
 from tests.server.helpers.live_server import error_of
 from tests.server.helpers.served import Family, make_family
@@ -111,18 +110,6 @@ def test_requests_of_a_lost_engine_end_with_an_error(family: Family, tmp_path: P
                 await asyncio.sleep(0.01)
         text = (await app.client.get("/metrics")).text
         assert 'peraxis_variant_requests_total{finish_reason="error",variant="base"} 1.0' in text
-
-    exercise(family.base, tmp_path, talk)
-
-
-def test_a_call_that_waits_for_a_lost_engine_raises(family: Family, tmp_path: Path) -> None:
-    async def talk(app: HttpApp) -> None:
-        async with app.engine():
-            asking = asyncio.create_task(app.engine_client.metrics())
-            await asyncio.sleep(0)
-            app.service.engine.disconnect()
-            with pytest.raises(EngineRestarted):
-                await asking
 
     exercise(family.base, tmp_path, talk)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import pytest
 
@@ -32,7 +32,7 @@ from server.protocol.messages import (
     encode,
 )
 from server.protocol.request import Request, SamplingParams, token_ids_of
-from tests.server.protocol.test_codec import BASE
+from tests.server.protocol.test_codec import BASE, RECORD
 
 FACTS = EngineFacts(BASE, 4096, 1 << 20, 8)
 REQUEST = Request("r", "acme", None, None, token_ids_of([1]), 300, SamplingParams())
@@ -218,7 +218,7 @@ def test_the_versions_that_a_tenants_calls_wait_for_are_bounded_and_others_find_
     asyncio.run(main())
 
 
-def test_calls_end_with_an_error_when_the_engine_gives_no_states_in_time_or_is_lost(
+def test_calls_end_with_an_error_when_the_engine_gives_no_answer_in_time_or_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
@@ -229,11 +229,17 @@ def test_calls_end_with_an_error_when_the_engine_gives_no_states_in_time_or_is_l
             with pytest.raises(QueueFull, match="try again"):
                 await asking(client, "acme", [1])
         assert (await query_of(engine)).versions == ("acme/v@1",)
-        calls = [asking(client, "acme", range(2 * MAX_ASKED)), asking(client, "other", [1])]
+        calls: list[Awaitable[object]] = [
+            asking(client, "acme", range(2 * MAX_ASKED)),
+            asking(client, "other", [1]),
+            asyncio.create_task(client.metrics()),
+            asyncio.create_task(client.residents()),
+            client.load("load", RECORD),
+        ]
         await asyncio.sleep(0)
         client.engine_lost((), (), ())
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [EngineRestarted] * 2
+        assert [type(outcome) for outcome in outcomes] == [EngineRestarted] * len(calls)
         engine.close()
         # The next engine is asked as if none had been before.
         engine = await welcomed(client, "inproc://after")

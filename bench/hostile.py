@@ -222,7 +222,7 @@ class HostileScope:
     minutes: float = 0.0  # that an attack lasts at least
 
 
-FULL_SCOPE = HostileScope(SHAPES["1.1b"])
+DEFAULT_SHAPES = "1.1b"
 SMALL_SCOPE = HostileScope(SMALL, SMALL_SIZES, num_new=16, rest_s=0.0, max_connections=32)
 
 
@@ -530,19 +530,31 @@ COLUMNS = {
 
 
 def report(args: Namespace) -> Report:
-    scope = replace(SMALL_SCOPE if args.small else FULL_SCOPE, minutes=args.minutes)
+    scope = replace(SMALL_SCOPE if args.small else HostileScope(SHAPES[args.shapes]), minutes=args.minutes)
     found = [one.results() for one in measure(args.directory, scope, args.attacks)]
     results = [*(_kept(args.out, scope, args.attacks) if args.out else []), *found]
     results.sort(key=lambda one: [KINDS.index(kind) for kind in one["attack"].split(TOGETHER)])
     return Report(_settings(scope, asdict(scope.sizes)), results, [table_of(COLUMNS, found)])
 
 
+def _file(args: Namespace) -> str:
+    """Name the document; the default shapes are not part of it."""
+    return "hostile.json" if args.shapes == DEFAULT_SHAPES else f"hostile-{args.shapes}.json"
+
+
 OPTIONS = [
+    option("--shapes", DEFAULT_SHAPES, "of the base", choices=SHAPES),
     option("--attacks", KINDS, f"all by default, one at a time: {', '.join(KINDS)}", nargs="+", type=_kind),
     option("--minutes", 0.0, "each attack lasts so long at least (default: as long as the streams)"),
 ]
 main = Bench(
-    "hostile", __doc__, report, OPTIONS, small="a tiny model", folder="for checkpoints and the registry"
+    "hostile",
+    __doc__,
+    report,
+    OPTIONS,
+    small="a tiny model",
+    folder="for checkpoints and the registry",
+    file=_file,
 )
 
 if __name__ == "__main__":

@@ -250,12 +250,15 @@ def test_a_failed_load_waits_for_its_readers_before_its_memory_is_used_again(
     loader: Loader, source: ObjectSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv
-    failed, finished = threading.Event(), threading.Event()
+    begun, failed, finished = threading.Event(), threading.Event(), threading.Event()
 
     def fail_first_and_delay_second(fd: int, buffers: list[memoryview], offset: int) -> int:
         if offset == 0:
+            # Another read runs, which is not cancelled any more.
+            assert begun.wait(240)
             failed.set()
             raise OSError(5, "Input/output error")
+        begun.set()
         failed.wait()
         finished.wait(0.2)  # the load must not return meanwhile
         count = real(fd, buffers, offset)

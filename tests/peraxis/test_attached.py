@@ -298,9 +298,8 @@ def test_a_call_that_fails_leaves_the_next_one_right(setup: Setup) -> None:
 
 def test_threads_generate_as_what_was_chosen_when_they_began(setup: Setup) -> None:
     got: dict[str, Tensor] = {}
-    begun = threading.Event()
 
-    def generate(name: str) -> None:
+    def generate(name: str, begun: threading.Event) -> None:
         def wait(ids: Tensor, scores: Tensor) -> Tensor:
             begun.set()
             return scores
@@ -310,9 +309,9 @@ def test_threads_generate_as_what_was_chosen_when_they_began(setup: Setup) -> No
     with peraxis.attach(setup.model, setup.deltas) as attached:
         threads = []
         for name in ("a", "b"):
-            begun.clear()
+            begun = threading.Event()
             with attached.using(name):
-                threads.append(threading.Thread(target=generate, args=(name,)))
+                threads.append(threading.Thread(target=generate, args=(name, begun)))
                 threads[-1].start()
                 assert begun.wait(WAIT_S)
         for thread in threads:

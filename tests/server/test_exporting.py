@@ -92,7 +92,7 @@ def test_a_server_that_ends_has_sent_the_spans_of_its_requests(artifacts: Artifa
             assert (
                 server.client.post("/generate", params=params, json=body, headers=headers).status_code == 200
             )
-            with server.streaming(max_new_tokens=2000) as events:
+            with server.streaming(max_new_tokens=2000, n=32) as events:
                 next(events)
             assert server.stop() == 0
         spans = {span.name: span for span in receiver.spans()}

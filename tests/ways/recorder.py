@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import httpx
 
+from server.supervisor.http_keeper import PING_S
 from tests.replay.source_tree import SourceTree
 from tests.server.helpers.live_server import Artifacts, address_in
 from tests.ways.call_hook import CallHook, FileCall
@@ -90,7 +92,8 @@ def _serve(source: SourceTree, hook: CallHook, artifacts: Artifacts, directory: 
             _publish(client, "warm", artifacts.spare[1])
             _chat(client, "warm")
         with hook.recording() as idle_calls:
-            pass
+            # So long that a Ping is among them: when it comes says nothing of a request.
+            time.sleep(PING_S)
         with hook.recording() as upload_calls:
             _publish(client, "chatty", artifacts.chatty)
         with hook.recording() as request_calls:

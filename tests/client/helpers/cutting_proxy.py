@@ -31,6 +31,9 @@ class CuttingProxy:
             back.start()
             with suppress(OSError):
                 while data := client.recv(65536):
+                    if limit is not None:
+                        # The server never has the whole body.
+                        data = data[: limit - self.sent[number]]
                     self.sent[number] += len(data)
                     server.sendall(data)
                     if limit is not None and self.sent[number] >= limit:

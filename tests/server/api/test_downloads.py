@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -193,7 +194,7 @@ def test_corruption_of_a_later_chunk_breaks_the_connection_off_before_its_bytes(
     received = bytearray()
 
     def read_all() -> None:
-        with httpx.stream("GET", url) as reply:
+        with httpx.stream("GET", url, timeout=WAIT_S) as reply:
             assert reply.status_code == 200
             for piece in reply.iter_raw():
                 received.extend(piece)
@@ -261,7 +262,8 @@ def test_chunks_of_slow_clients_are_bounded_and_hold_up_no_other_tenant(
 
 def test_only_so_many_downloads_hash_at_once(url: str, reads: Reads) -> None:
     reads.may_go_on.clear()
-    clients = [threading.Thread(target=httpx.get, args=(url,)) for _ in range(3 * NUM_THREADS)]
+    download = partial(httpx.get, url, timeout=WAIT_S)
+    clients = [threading.Thread(target=download) for _ in range(3 * NUM_THREADS)]
     for client in clients:
         client.start()
     assert eventually(lambda: len(reads.threads) == NUM_THREADS)

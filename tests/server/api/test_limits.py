@@ -26,6 +26,7 @@ from server.text.service import VariantText
 from server.workers.pool import WorkerPool
 from tests.server.helpers.http_app import HttpApp, running_app, settings_of
 from tests.server.helpers.live_server import Artifacts, error_of
+from tests.server.helpers.served import slow_down
 from tests.server.tenants.shared import SilentState, admissions_of
 
 BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 2}
@@ -104,7 +105,11 @@ def test_a_token_limit_refuses_the_next_request_and_never_ends_a_running_one(
     serve(artifacts, tmp_path / "registry", TenantLimits(tokens_per_minute=50), talk)
 
 
-def test_tokens_of_a_stream_count_while_it_runs(artifacts: Artifacts, tmp_path: Path) -> None:
+def test_tokens_of_a_stream_count_while_it_runs(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = slow_down(monkeypatch)
+
     async def talk(app: HttpApp) -> None:
         running = asyncio.create_task(
             generate(app, prompt="a" * 60, max_new_tokens=150, temperature=2.0, seed=1)
@@ -112,6 +117,8 @@ def test_tokens_of_a_stream_count_while_it_runs(artifacts: Artifacts, tmp_path: 
         seen = {0}
         while not running.done():
             seen.add((await usage(app))["tokens_last_minute"])
+            if sum(number >= 60 for number in seen) > 1:
+                is_over.set()
             await asyncio.sleep(0)
         reply = await running
         assert reply.status_code == 200, reply.text

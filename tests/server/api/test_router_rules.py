@@ -9,6 +9,7 @@ llm-d's endpoint picker: `extractor.go`, `spec.go`, `loraspec.go` and `factories
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,8 @@ COPIED = (
     "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:gpu_cache_usage_perc",
     "vllm:gpu_prefix_cache_hits_total", "vllm:gpu_prefix_cache_queries_total",
 )  # fmt: skip
+# Beside the same streams, before others are opened.
+NUM_SCRAPES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +90,24 @@ def scraped(lora: LoraServer) -> str:
     return lora.server.client.get("/metrics").text
 
 
-def endpoint_with(lora: LoraServer, running: set[str]) -> Endpoint:
-    """Return the endpoint once these variants run; a stream begins before its request's first step."""
-    found: list[Endpoint] = []
+def text_with(lora: LoraServer, *names: str) -> str:
+    """Return the metrics while a request for each of these variants runs, and no other."""
 
-    def is_reached() -> bool:
-        found.append(endpoint_of(scraped(lora)))
-        return (
-            found[-1].running == running and not found[-1].waiting and found[-1].num_running == len(running)
-        )
+    def scraped_beside_streams() -> str | None:
+        with ExitStack() as streams:
+            for name in names:
+                streams.enter_context(lora.server.streaming(name, max_new_tokens=2000))
+            # A stream begins before its request's first step, and may end before the metrics are read.
+            for _ in range(NUM_SCRAPES):
+                text = scraped(lora)
+                found = endpoint_of(text)
+                if found.running == set(names) and not found.waiting and found.num_running == len(names):
+                    return text
+        return None
 
-    assert eventually(is_reached)
-    return found[-1]
+    text = eventually(scraped_beside_streams)
+    assert text is not None
+    return text
 
 
 def test_llm_d_prefers_the_server_that_runs_the_variant_and_then_one_with_a_free_slot(
@@ -107,16 +116,14 @@ def test_llm_d_prefers_the_server_that_runs_the_variant_and_then_one_with_a_free
     names = ["plain", "third", "chatty"]
     for name in names:
         lora.server.upload(f"routed-{name}", lora.directory / f"{name}.safetensors")
-    idle = endpoint_with(lora, set())
+    idle = endpoint_of(text_with(lora))
     assert (idle.num_waiting, idle.max_adapters) == (0, 2)
     assert [idle.lora_score(f"routed-{name}") for name in names] == [0.8] * 3
-    with lora.server.streaming("routed-plain", max_new_tokens=2000):
-        one = endpoint_with(lora, {"routed-plain"})
-        assert 0 < one.kv_usage <= 1
-        assert [one.lora_score(f"routed-{name}") for name in names] == [1.0, 0.8, 0.8]
-        with lora.server.streaming("routed-third", max_new_tokens=2000):
-            full = endpoint_with(lora, {"routed-plain", "routed-third"})
-            assert [full.lora_score(f"routed-{name}") for name in names] == [1.0, 1.0, 0.0]
+    one = endpoint_of(text_with(lora, "routed-plain"))
+    assert 0 < one.kv_usage <= 1
+    assert [one.lora_score(f"routed-{name}") for name in names] == [1.0, 0.8, 0.8]
+    full = endpoint_of(text_with(lora, "routed-plain", "routed-third"))
+    assert [full.lora_score(f"routed-{name}") for name in names] == [1.0, 1.0, 0.0]
 
 
 def test_llm_d_learns_the_size_of_the_kv_cache(lora: LoraServer) -> None:
@@ -130,9 +137,7 @@ def test_production_stack_finds_each_of_its_metrics_once_and_with_the_servers_va
     # The second request finds the first one's pages.
     for _ in range(2):
         lora.server.token_ids("copied", prompt="hello " * 40, max_new_tokens=1)
-    with lora.server.streaming("copied", max_new_tokens=2000):
-        endpoint_with(lora, {"copied"})
-        samples = samples_of(scraped(lora))
+    samples = samples_of(text_with(lora, "copied"))
     running, waiting, kv_usage, hits, queries = (only(samples, name) for name in COPIED)
     assert (running, waiting) == (1, 0)
     assert 0 < kv_usage <= 1

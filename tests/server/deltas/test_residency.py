@@ -12,6 +12,7 @@ import pytest
 
 from deltastore.registry.records import VersionRecord
 from server.errors import EngineFailed, InvalidRequest
+from tests.server.helpers.live_server import eventually
 from tests.server.helpers.residency import WAIT_S, ResidencyHarness, block_disk, running_residency
 from tests.server.metrics.helpers.samples import samples_of
 
@@ -349,6 +350,8 @@ def test_closing_lets_the_running_load_end_and_leaves_no_thread(
         assert disk.reading.wait(240)
         closing = threading.Thread(target=harness.residency.close)
         closing.start()
+        # Those that wait are cancelled while the first still reads.
+        assert eventually(lambda: all(fetch.cancelled() for fetch in fetches[1:]))
         disk.open.set()
         closing.join(240)
         assert not closing.is_alive()

@@ -34,6 +34,8 @@ from tests.server.helpers.served import (
 )
 
 PROMPT = [5, 6, 7, 8]
+# Runs until it is cancelled, in steps that `slow_down` makes slow.
+ENDLESS: dict[str, Any] = {"max_new_tokens": 200, "stop_token_ids": frozenset()}
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +223,7 @@ def test_an_engine_that_fails_answers_every_request_and_ends(
     def ask_a_breaking_engine() -> None:
         with serving(deltas.base, tmp_path / "registry") as served:
             slow_down(monkeypatch)
-            pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(2)]
+            pending = [served.start(None, PROMPT, **ENDLESS) for _ in range(2)]
             monkeypatch.setattr(Residency, "poll_loads", breaks)
             answers.extend(waiting.answer() for waiting in pending)
 
@@ -240,7 +242,7 @@ def test_a_variant_that_finds_no_slot_in_time_is_told_so(
         records = [served.publish(file, f"v{number}") for number, file in enumerate(deltas.artifacts[:3])]
         for record in records[:2]:
             served.engine.load(record).result(WAIT_S)
-        long = [served.start(record, PROMPT, max_new_tokens=200) for record in records[:2]]
+        long = [served.start(record, PROMPT, **ENDLESS) for record in records[:2]]
         # From here on; the loads above take as long as they do.
         monkeypatch.setattr(WaitingRequests, "late", lambda waiting, now: late(waiting, now + 60))
         assert isinstance(error_of(served.ask(records[2], PROMPT)), LoadTimeout)
@@ -250,7 +252,7 @@ def test_a_variant_that_finds_no_slot_in_time_is_told_so(
 
 
 def paused(served: Served, **sampling: Any) -> tuple[Pending, list[Event]]:
-    """Start a request, pause it behind its first token and return it with its events, again where it ended before."""
+    """Start a request, pause it behind its first token and return it with its events, again where one of it ended."""
     while True:
         pending = served.start(None, PROMPT, **sampling)
         found = [pending.events.get(timeout=WAIT_S)]
@@ -258,7 +260,7 @@ def paused(served: Served, **sampling: Any) -> tuple[Pending, list[Event]]:
         # Answered behind the pause, so that what comes later shows whether there is one.
         served.ask(None, [9, 8], max_new_tokens=1)
         found += [pending.events.get() for _ in range(pending.events.qsize())]
-        if not isinstance(found[-1], DoneEvent):
+        if not any(isinstance(event, FinishEvent | DoneEvent) for event in found):
             return pending, found
 
 
@@ -397,8 +399,9 @@ def test_a_cancelled_request_ends_and_the_next_one_runs(
 ) -> None:
     want = served.ask(None, PROMPT).token_ids
     slow_down(monkeypatch)
-    running, waiting, last = (served.start(None, PROMPT, max_new_tokens=n) for n in (200, 200, 16))
-    for pending in (running, waiting):
+    ended = [served.start(None, PROMPT, **ENDLESS) for _ in range(2)]
+    last = served.start(None, PROMPT, max_new_tokens=16)
+    for pending in ended:
         served.engine.cancel(pending.request.id)
     assert eventually(lambda: served.num_cancelled() == 2)
     assert last.answer().token_ids == want
@@ -409,7 +412,7 @@ def test_a_closed_engine_tells_those_it_could_not_answer(
 ) -> None:
     with serving(deltas.base, tmp_path / "registry") as served:
         slow_down(monkeypatch)
-        pending = [served.start(None, PROMPT, max_new_tokens=200) for _ in range(3)]
+        pending = [served.start(None, PROMPT, **ENDLESS) for _ in range(3)]
         served.engine.stop()
         assert all(isinstance(error_of(waiting.answer()), Draining) for waiting in pending)
 

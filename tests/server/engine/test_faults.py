@@ -206,7 +206,10 @@ def test_clients_that_go_leave_the_others_alone(served: Served, family: Family) 
     others = Others.of(served, family.artifacts[0])
 
     def come_and_go() -> None:
-        going = [served.start(None, PROMPTS[1], max_new_tokens=150, n=64) for _ in range(4)]
+        going = [
+            served.start(None, PROMPTS[1], max_new_tokens=150, n=64, stop_token_ids=frozenset())
+            for _ in range(4)
+        ]
         going[0].events.get(timeout=WAIT_S)  # its first token
         for pending in going:
             served.engine.cancel(pending.request.id)

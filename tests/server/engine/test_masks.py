@@ -17,7 +17,7 @@ from server.engine import core, request_state
 from server.engine.model_runner import Batch
 from server.engine.request_state import Held, HeldLogits
 from server.errors import Draining, EngineFailed, MaskTimeout
-from server.protocol.messages import DoneEvent, ErrorEvent, FinishEvent, TokenEvent
+from server.protocol.messages import DoneEvent, ErrorEvent, Event, FinishEvent, TokenEvent
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.engine.helpers.masks import ByHand, branching, pack, start_constrained
 from tests.server.helpers.live_server import eventually
@@ -152,9 +152,15 @@ def test_a_faulty_mask_fails_its_request_alone(
 
 
 def test_a_mask_for_an_unconstrained_request_fails_it(served: Served) -> None:
-    pending = served.start(None, PROMPT, max_new_tokens=200)
-    served.engine.send_mask(pending.request.id, 0, 200, pack({1}, 259))
-    assert "not constrained" in str(error_of(pending.answer()))
+    def outcome() -> Event:
+        pending = served.start(None, PROMPT, max_new_tokens=200, stop_token_ids=frozenset())
+        served.engine.send_mask(pending.request.id, 0, 200, pack({1}, 259))
+        return pending.answer().end
+
+    # Again where the request has ended before the mask comes.
+    end = eventually(lambda: found if isinstance(found := outcome(), ErrorEvent) else None)
+    assert end is not None
+    assert "not constrained" in str(end.error)
 
 
 def test_masks_for_what_has_ended_or_never_was_are_ignored(served: Served) -> None:

@@ -53,6 +53,19 @@ def is_ready(server: LiveServer) -> bool:
         return False
 
 
+def all_serve(server: LiveServer) -> bool:
+    """Return whether both HTTP processes have loaded the tokenizer, right behind which each starts its workers.
+
+    One that listens already answers 503 until then, and connections may all go to the other.
+    """
+    found = processes(server, HTTP)
+    try:
+        begun = [any(WORKER in " ".join(child.cmdline()) for child in each.children()) for each in found]
+    except psutil.NoSuchProcess:
+        return False
+    return len(found) == 2 and all(begun) and is_ready(server)
+
+
 def all_gone(alive: list[psutil.Process]) -> bool:
     return all(map(is_gone, alive))
 
@@ -89,7 +102,7 @@ def running(artifacts: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.fixture
 def server(running: LiveServer) -> LiveServer:
-    assert eventually(lambda: is_ready(running) and len(processes(running, HTTP)) == 2)
+    assert eventually(lambda: all_serve(running))
     return running
 
 

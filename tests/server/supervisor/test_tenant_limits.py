@@ -19,10 +19,21 @@ from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.limits import WINDOW_S
 from server.tenants.tenant import Role
-from tests.server.helpers.live_server import Artifacts, LiveServer, error_of, eventually, live_server
-from tests.server.supervisor.test_faults import ENGINE, HTTP, LONG, is_ready, processes
+from tests.server.helpers.live_server import (
+    MAX_MODEL_LEN,
+    Artifacts,
+    LiveServer,
+    error_of,
+    eventually,
+    live_server,
+)
+from tests.server.supervisor.test_faults import ENGINE, HTTP, is_ready, processes
 
 BODY: dict[str, Any] = {"prompt": "hello", "temperature": 0, "max_new_tokens": 1}
+# Runs until the client disconnects.
+ENDLESS = {
+    "model": "base", "prompt": "hello", "max_tokens": MAX_MODEL_LEN - 10, "n": 16, "ignore_eos": True, "stream": True,
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -100,8 +111,7 @@ def test_processes_that_are_killed_free_their_requests_and_forget_no_window(tena
         reading = []
         minute = time.monotonic() // WINDOW_S
         for _ in range(2):
-            body = {**BODY, **LONG, "stream": True}
-            reply = streams.enter_context(client.stream("POST", "/generate", json=body))
+            reply = streams.enter_context(client.stream("POST", "/v1/completions", json=ENDLESS))
             assert reply.status_code == 200
             # An iterator that is dropped ends its stream.
             reading.append(reply.iter_bytes())

@@ -129,7 +129,8 @@ MIN_RESIDENT = 0.9
 HAPROXY, PROXY = "HAProxy", "Ray Serve's proxy"
 # After which no request may fail any more.
 MAX_FAILING_S = 5.0
-REPLACED_S = 60.0
+# A replica starts within seconds; where other work keeps the cores, in minutes.
+REPLACED_S = 600.0
 POLL_S = 0.05
 
 

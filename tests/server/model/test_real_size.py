@@ -100,7 +100,7 @@ def test_the_bench_of_real_models_runs_with_fewer_layers(
     reached = {goal["goal"]: float(goal["reached"]) for goal in document["goals"]}
     assert results["exact"]["equal"] == results["exact"]["sequences"] == 3
     assert met["memory of an upload, MiB"]
-    # It varies with the number of workers at the peak, and was 1.92 on a processor with AVX2 alone. Here the first start
+    # It varies with the number of workers at the peak; 1.92 on a processor with AVX2 alone. Here the first start
     # compiles all kernels, in 0.25 GB more than one that finds them.
     assert reached["peak of serve beside base, slots and KV cache, GB"] < 2.5
     assert met["memory of compress, GB"]

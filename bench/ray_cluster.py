@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,10 +174,11 @@ def num_running() -> int:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    """Return a port that no process listens on, below those that Ray's and other processes take of their own accord."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)
+        with suppress(OSError), socket.create_server(("0.0.0.0", port)):
+            return port
 
 
 @contextmanager

@@ -29,7 +29,8 @@ export function Playground() {
     call("v1/models", { query: { limit: 200 } }).then(
       ({ data }) => {
         setNames(data.map((each) => each.id));
-        if (!chosen.models[0] && !chosen.models[1])
+        // Never into a field that somebody is in: what is typed would be added to it.
+        if (!chosen.models.some(Boolean) && !document.activeElement.matches(".model input"))
           set({ models: [data[1]?.id ?? "base", data[1] ? "base" : ""] });
       },
       () => {},

@@ -39,9 +39,10 @@ export function Variants() {
   );
   useBack(reload);
   useEffect(() => {
+    if (text.trim() === search) return;
     const timer = setTimeout(() => (setSearch(text.trim()), setPages([])), SEARCH_MS);
     return () => clearTimeout(timer);
-  }, [text]);
+  }, [text, search]);
   // A layout effect: who sees the field can press the key, and an effect comes a frame later, or a tenth of a second.
   useLayoutEffect(() => {
     const pressed = (event) => {

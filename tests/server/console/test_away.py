@@ -151,6 +151,22 @@ def test_ten_thousand_variants_are_paged_and_searched(browser: Browser, keyed: L
         assert serious_faults(page) == []
 
 
+def test_a_page_that_is_turned_at_once_stays_turned(browser: Browser, keyed: LiveServer) -> None:
+    fill(keyed.registry, "many")
+    with opened(browser, keyed.url, lost=True) as page:
+        sign_in(page, key(keyed, "many", "publish"))
+        page.clock.install()
+        page.clock.pause_at(datetime.now(UTC) + timedelta(hours=1))
+        page.get_by_role("link", name="Variants").first.click()
+        with page.expect_response("**/variants?*"):
+            page.clock.run_for(100)
+        page.get_by_role("button", name="Next").click()
+        expect(page.get_by_text("51–100 of 10,000")).to_be_visible()
+        # What waits for more letters of a search has come to its end.
+        page.clock.run_for(1000)
+        expect(page.get_by_text("51–100 of 10,000")).to_be_visible()
+
+
 def test_ten_thousand_loaded_variants_make_a_page_of_a_hundred_rows(
     browser: Browser, keyed: LiveServer
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests.server.console.helpers.browser import Scheme, opened, serious_faults
 from tests.server.helpers.live_server import Artifacts, LiveServer, eventually, live_server
@@ -371,6 +371,32 @@ def test_a_chat_without_a_template_shows_the_servers_reason_on_its_side(
         left = page.get_by_role("region", name="Left answer")
         expect(left.get_by_role("alert")).to_contain_text("absent")
         expect(page.get_by_role("region", name="Right answer")).to_contain_text("ended by")
+
+
+def test_a_name_is_offered_in_an_empty_field_and_never_in_one_that_somebody_is_in(
+    page: Page, operated: LiveServer, artifacts: Artifacts
+) -> None:
+    publish(operated, "offered", artifacts.plain)
+    expect(page.get_by_role("heading", name="Loaded")).to_be_visible()
+    held: list[Route] = []
+    page.route("**/v1/models?*", lambda route: held.append(route))
+    left = page.get_by_label("Left variant")
+    named = page.locator('datalist option[value="offered"]')
+
+    def answer_names() -> None:
+        while not held:
+            page.wait_for_timeout(10)
+        held.pop().continue_()
+        expect(named).to_have_count(1)
+
+    show(page, operated, "playground")
+    left.focus()
+    answer_names()
+    expect(left).to_have_value("")
+    show(page, operated, "overview")
+    show(page, operated, "playground")
+    answer_names()
+    expect(left).not_to_have_value("")
 
 
 def test_names_and_reports_with_markup_are_shown_as_text(

@@ -6,6 +6,7 @@ const STORED = "peraxis-key";
 let key = sessionStorage.getItem(STORED) ?? "";
 let tenant = ""; // that an administrator acts for; empty: the key's own
 let onRefused = () => {};
+const onChanges = [];
 
 export class ApiError extends Error {
   constructor(message, status = 0, code = "unreachable") {
@@ -17,12 +18,18 @@ export class ApiError extends Error {
 
 export const hasKey = () => key !== "";
 export const actingFor = () => tenant;
-export const actFor = (name) => (tenant = name);
 export const whenKeyIsRefused = (listener) => (onRefused = listener);
+/** Call `listener` when another key is used, or another tenant's variants. */
+export const whenCallerChanges = (listener) => onChanges.push(listener);
+
+export function actFor(name) {
+  tenant = name;
+  for (const listener of onChanges) listener();
+}
 
 export function useKey(text, isKept) {
   key = text.trim();
-  tenant = "";
+  actFor("");
   if (key && isKept) sessionStorage.setItem(STORED, key);
   else sessionStorage.removeItem(STORED);
 }
@@ -40,7 +47,8 @@ const headersOf = (type) => ({
   ...(type ? { "Content-Type": type } : {}),
 });
 
-function errorOf(status, text) {
+/** The error of a reply to a call with the key `used`, which may have been changed since. */
+function errorOf(status, text, used) {
   let error;
   try {
     error = JSON.parse(text).error;
@@ -48,12 +56,13 @@ function errorOf(status, text) {
     // A proxy's page, or nothing.
   }
   const found = new ApiError(error?.message ?? `the server answered ${status}`, status, error?.code ?? String(status));
-  if (status === 401) onRefused(found);
+  if (status === 401 && used === key) onRefused(found);
   return found;
 }
 
 async function request(path, { method = "GET", query, body, signal } = {}) {
   const type = body === undefined ? undefined : "application/json";
+  const used = key;
   let reply;
   try {
     reply = await fetch(addressOf(path, query), {
@@ -68,7 +77,7 @@ async function request(path, { method = "GET", query, body, signal } = {}) {
     if (error.name === "AbortError") throw error;
     throw new ApiError("the server does not answer");
   }
-  if (!reply.ok) throw errorOf(reply.status, await reply.text().catch(() => ""));
+  if (!reply.ok) throw errorOf(reply.status, await reply.text().catch(() => ""), used);
   return reply;
 }
 
@@ -119,6 +128,7 @@ export async function stream(path, body, signal, onHead, onPart) {
 export function upload(file, query, signal, onProgress) {
   return new Promise((resolve, reject) => {
     const sending = new XMLHttpRequest();
+    const used = key;
     sending.open("POST", addressOf("variants", query));
     for (const [name, value] of Object.entries(headersOf("application/octet-stream")))
       sending.setRequestHeader(name, value);
@@ -126,7 +136,7 @@ export function upload(file, query, signal, onProgress) {
     sending.upload.onprogress = (event) => onProgress((sent = event.loaded));
     sending.onload = () => {
       if (sending.status >= 200 && sending.status < 300) resolve({ ...JSON.parse(sending.responseText), isNew: sending.status === 201 });
-      else reject(errorOf(sending.status, sending.responseText));
+      else reject(errorOf(sending.status, sending.responseText, used));
     };
     sending.onerror = () =>
       reject(

@@ -46,7 +46,7 @@ function App() {
 
   useEffect(() => {
     whenKeyIsRefused((error) => {
-      live.stop();
+      live.forget();
       useKey("", false);
       setRefusal(error);
     });
@@ -92,12 +92,16 @@ function App() {
       view=${view}
       me=${me}
       onTenant=${(tenant) => {
+        if (name) {
+          location.hash = "#/variants";
+          // At once, before the variant's name is asked of the other tenant.
+          dispatchEvent(new Event("hashchange"));
+        }
         actFor(tenant);
-        if (name) location.hash = "#/variants";
         setTurn(turn + 1);
       }}
       onSignOut=${() => {
-        live.stop();
+        live.forget();
         useKey("", false);
         setTurn(turn + 1);
       }}

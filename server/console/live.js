@@ -47,20 +47,10 @@ const nameOf = (variant) => `${variant.tenant}/${variant.name}`;
 
 export class Live {
   constructor() {
-    this.stats = null;
-    this.times = []; // seconds, of this browser's clock
-    this.series = Object.fromEntries(SERIES.map((name) => [name, []]));
-    // What rates need of the documents of the last minute, oldest first; tokens by variant for the last seconds alone,
-    // because there may be thousands of variants.
-    this.kept = [];
-    this.first = null; // the first document of this server's run
-    this.failure = null; // an ApiError while the server does not answer
-    this.failedAt = null;
-    this.forbidden = false;
-    this.clockOffset = 0; // ms that the server's clock is ahead
     this.listeners = new Set();
     this._timer = 0;
     this._asking = null;
+    this.forget();
     document.addEventListener("visibilitychange", () => this._next(0));
   }
 
@@ -74,6 +64,22 @@ export class Live {
     this._run = {};
     this.forbidden = false;
     this._next(0);
+  }
+
+  /** Stop, and keep nothing of what one key could see from the next. */
+  forget() {
+    this.stop();
+    this.stats = null;
+    this.times = []; // seconds, of this browser's clock
+    this.series = Object.fromEntries(SERIES.map((name) => [name, []]));
+    // What rates need of the documents of the last minute, oldest first; tokens by variant for the last seconds alone,
+    // because there may be thousands of variants.
+    this.kept = [];
+    this.first = null; // the first document of this server's run
+    this.failure = null; // an ApiError while the server does not answer
+    this.failedAt = null;
+    this.forbidden = false;
+    this.clockOffset = 0; // ms that the server's clock is ahead
   }
 
   stop() {

@@ -1,5 +1,6 @@
 // One screen that answers what is loaded, what is slow, and what changed last.
 
+import { useRef } from "./hooks.mjs";
 import { actingFor, call } from "./api.js";
 import { growth, quantile, summed } from "./live.js";
 import { labelOf, leaving, live, session } from "./state.js";
@@ -123,11 +124,17 @@ function Loaded({ stats }) {
   const own = actingFor() || session.me.tenant;
   const hasOthers = stats.variants.some((each) => each.tenant !== own);
   const number = stats.variants.length;
-  const shown = stats.variants.slice(-SHOWN).reverse();
+  // A link that somebody points at or is on stays where it is: what moves in a document loses the focus and the click.
+  const table = useRef();
+  const order = useRef(new Map());
+  const isHeld = table.current?.querySelector("a:hover, a:focus");
+  const placeOf = (each) => (isHeld && order.current.get(labelOf(each))) ?? SHOWN;
+  const shown = stats.variants.slice(-SHOWN).reverse().sort((one, other) => placeOf(one) - placeOf(other));
+  order.current = new Map(shown.map((each, index) => [labelOf(each), index]));
   return html`<${Panel} title="Loaded" class="loaded" flush
     aside=${number ? `${count(number)} in memory, used last first` : ""}>
     ${shown.length
-      ? html`<table aria-label="Versions in memory">
+      ? html`<table ref=${table} aria-label="Versions in memory">
           <thead><tr><th>Variant</th><th>Where</th><th class="num">Requests</th><th class="num">Tok/s</th><th class="num">Size</th></tr></thead>
           <tbody>
             ${shown.map(
@@ -197,7 +204,7 @@ function Changes() {
       : value.changes.length
         ? html`<ol class="timeline">
             ${value.changes.map(
-              (each, index) => html`<li key=${each.time + index} class=${each.action}>
+              (each) => html`<li key=${`${each.time} ${each.action} ${each.tenant}/${each.variant}@${each.version}`} class=${each.action}>
                 <span class="what">
                   ${each.variant
                     ? html`${each.tenant === own && each.action !== "delete" ? html`<a href=${pathOf(each.variant)}>${each.variant}</a>` : html`<b>${each.variant}</b>`}${each.version && html`<span class="at">@${each.version}</span>`} ${WORDS[each.action]}${each.visibility && `: ${each.visibility}`}`

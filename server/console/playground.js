@@ -1,10 +1,12 @@
 // Two variants, or two versions of one, answer the same prompt side by side.
 
 import { useEffect, useRef, useState } from "./hooks.mjs";
-import { call, stream } from "./api.js";
+import { call, stream, whenCallerChanges } from "./api.js";
 import { Panel, cls, count, html, rate, seconds } from "./ui.js";
 
-const chosen = { models: ["", ""], prompt: "", kind: "chat", tokens: 128, temperature: 0, seed: 0 };
+const EMPTY = { models: ["", ""], prompt: "", kind: "chat", tokens: 128, temperature: 0, seed: 0 };
+const chosen = { ...EMPTY };
+whenCallerChanges(() => Object.assign(chosen, EMPTY));
 
 /** Where two texts part, in UTF-16 units and never inside a character. */
 export function partingOf(one, other) {
@@ -26,7 +28,8 @@ export function Playground() {
   const set = (changes) => setForm(Object.assign(chosen, changes) && { ...chosen });
   const isRunning = answers.some((each) => each?.state === "running");
   useEffect(() => {
-    call("v1/models", { query: { limit: 200 } }).then(
+    const loading = new AbortController();
+    call("v1/models", { query: { limit: 200 }, signal: loading.signal }).then(
       ({ data }) => {
         setNames(data.map((each) => each.id));
         // Never into a field that somebody is in: what is typed would be added to it.
@@ -35,7 +38,7 @@ export function Playground() {
       },
       () => {},
     );
-    return () => aborting.current?.abort();
+    return () => (loading.abort(), aborting.current?.abort());
   }, []);
 
   const run = (event) => {

@@ -14,11 +14,12 @@ const LIMITS = {
 export function Tenants() {
   const [after, setAfter] = useState([]);
   const [changed, setChanged] = useState(null);
-  const { value, failure, reload } = useLoaded(
+  const { value, failure, isOld, reload } = useLoaded(
     (signal) => call("tenants", { query: { limit: 50, after: after.at(-1) }, signal }),
     [after.at(-1)],
     PERIOD_MS,
   );
+  const turnTo = (after) => !isOld && setAfter(after);
   return html`<div class="page">
     <div class="head"><h1>Tenants</h1></div>
     <${Panel} title="Limits and use" flush>
@@ -51,8 +52,8 @@ export function Tenants() {
     </${Panel}>
     ${(after.length > 0 || value?.has_more) &&
     html`<div class="pager">
-      <button disabled=${!after.length} onClick=${() => setAfter(after.slice(0, -1))}>Previous</button>
-      <button disabled=${!value?.has_more} onClick=${() => setAfter([...after, value.last_id])}>Next</button>
+      <button disabled=${!after.length} onClick=${() => turnTo(after.slice(0, -1))}>Previous</button>
+      <button disabled=${!value?.has_more} onClick=${() => turnTo([...after, value.last_id])}>Next</button>
     </div>`}
     ${changed && html`<${Limits} ...${changed} onClose=${() => (setChanged(null), reload())} />`}
   </div>`;

@@ -65,7 +65,7 @@ export function Panel({ title, aside, children, class: extra, flush }) {
   // What scrolls is reached by the keyboard, in browsers that leave this to the page, too.
   useLayoutEffect(() => {
     if (body.current.scrollHeight > body.current.clientHeight) body.current.tabIndex = 0;
-    else body.current.removeAttribute("tabindex");
+    else if (document.activeElement !== body.current) body.current.removeAttribute("tabindex");
   });
   return html`<section class=${cls("panel", extra)} aria-label=${title}>
     <header><h2>${title}</h2>${aside && html`<div class="aside">${aside}</div>`}</header>
@@ -86,9 +86,15 @@ export function Pending({ failure, retry }) {
   </div>`;
 }
 
-/** A native dialog, open as long as it is shown; Escape and the background close it. */
+/** A native dialog, open as long as it is shown; Escape and the background ask for its end. */
 export function Dialog({ title, onClose, children, wide }) {
   const ref = useRef();
+  // Heard on the page: a browser lets nobody prevent the second of two Escapes, and the focus may be nowhere.
+  useLayoutEffect(() => {
+    const pressed = (event) => event.key === "Escape" && !event.isComposing && (event.preventDefault(), onClose());
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  }, [onClose]);
   useLayoutEffect(() => {
     const opener = document.activeElement;
     const dialog = ref.current;
@@ -100,7 +106,7 @@ export function Dialog({ title, onClose, children, wide }) {
     ref=${ref}
     class=${cls(wide && "wide")}
     aria-label=${title}
-    onCancel=${(event) => (event.preventDefault(), onClose())}
+    onCancel=${(event) => event.target === ref.current && (event.preventDefault(), onClose())}
     onClick=${(event) => event.target === ref.current && onClose()}
   >
     <div class="sheet">
@@ -118,6 +124,8 @@ export function Ask({ title, children, action, danger, typed, act, onClose }) {
   const [failure, setFailure] = useState(null);
   const [isBusy, setBusy] = useState(false);
   const [text, setText] = useState("");
+  // It stays until the answer comes, which would close another dialog else.
+  const close = () => !isBusy && onClose();
   const submit = async (event) => {
     event.preventDefault();
     if (isBusy || (typed && text !== typed)) return;
@@ -131,7 +139,7 @@ export function Ask({ title, children, action, danger, typed, act, onClose }) {
       setBusy(false);
     }
   };
-  return html`<${Dialog} title=${title} onClose=${onClose}>
+  return html`<${Dialog} title=${title} onClose=${close}>
     <form onSubmit=${submit}>
       <div class="text">${children}</div>
       ${typed &&
@@ -141,7 +149,7 @@ export function Ask({ title, children, action, danger, typed, act, onClose }) {
       </label>`}
       ${failure && html`<p class="failure" role="alert">${failure.message}</p>`}
       <footer>
-        <button type="button" onClick=${onClose}>Cancel</button>
+        <button type="button" disabled=${isBusy} onClick=${close}>Cancel</button>
         <button
           type="submit"
           autofocus=${!typed}
@@ -169,12 +177,14 @@ export function Notices() {
   </div>`;
 }
 
+const RETRY_MS = 4000;
+
 /**
  * A value that a call returns, read again by `reload` and while the page is visible every `period` ms: a number, or a
- * function of the value.
+ * function of the value. Until there is one of these inputs, it is that of others, and `isOld`.
  */
 export function useLoaded(load, inputs, period = 0) {
-  const [state, setState] = useState({ value: null, failure: null });
+  const [state, setState] = useState({ value: null, failure: null, inputs });
   const [turn, setTurn] = useState(0);
   useEffect(() => {
     const aborting = new AbortController();
@@ -184,10 +194,11 @@ export function useLoaded(load, inputs, period = 0) {
       try {
         const value = await load(aborting.signal);
         if (typeof period === "function") pause = period(value);
-        setState({ value, failure: null });
+        setState({ value, failure: null, inputs });
       } catch (failure) {
         if (failure.name === "AbortError") return;
-        setState((before) => ({ value: before.value, failure }));
+        setState((before) => ({ ...before, failure }));
+        pause ||= RETRY_MS;
       }
       if (!aborting.signal.aborted && pause) timer = setTimeout(again, pause);
     };
@@ -196,12 +207,18 @@ export function useLoaded(load, inputs, period = 0) {
     return () => (aborting.abort(), clearTimeout(timer));
   }, [...inputs, turn]);
   const reload = useCallback(() => setTurn((before) => before + 1), []);
-  return { ...state, reload };
+  return { ...state, isOld: inputs.some((input, index) => input !== state.inputs[index]), reload };
 }
 
 export function useLive() {
   const [, setTurn] = useState(0);
-  useEffect(() => live.listen(() => setTurn((turn) => turn + 1)), []);
+  useEffect(() => {
+    const told = () => setTurn((turn) => turn + 1);
+    const stop = live.listen(told);
+    // It may have been told since the first render.
+    told();
+    return stop;
+  }, []);
   return live;
 }
 

@@ -32,7 +32,7 @@ export function Variants() {
   const [isUploading, setUploading] = useState(false);
   const input = useRef();
   const after = pages.at(-1);
-  const { value, failure, reload } = useLoaded(
+  const { value, failure, isOld, reload } = useLoaded(
     (signal) => call("variants", { query: { limit: PAGE, after, search }, signal }),
     [after, search],
     PERIOD_MS,
@@ -54,6 +54,8 @@ export function Variants() {
     return () => removeEventListener("keydown", pressed);
   }, []);
   const from = pages.length * PAGE + 1;
+  // A second turn waits for the first one's page: where the next begins, only it tells.
+  const turnTo = (pages) => !isOld && setPages(pages);
   return html`<div class="page">
     <div class="head">
       <h1>Variants</h1>
@@ -82,9 +84,9 @@ export function Variants() {
     ${value &&
     (pages.length > 0 || value.has_more) &&
     html`<nav class="pager" aria-label="Pages">
-      <button disabled=${!pages.length} onClick=${() => setPages(pages.slice(0, -1))}>Previous</button>
-      <span>${count(from)}–${count(from + value.variants.length - 1)} of ${count(value.total)}</span>
-      <button disabled=${!value.has_more} onClick=${() => setPages([...pages, value.last_id])}>Next</button>
+      <button disabled=${!pages.length} onClick=${() => turnTo(pages.slice(0, -1))}>Previous</button>
+      <span>${isOld ? "…" : `${count(from)}–${count(from + value.variants.length - 1)}`} of ${count(value.total)}</span>
+      <button disabled=${!value.has_more} onClick=${() => turnTo([...pages, value.last_id])}>Next</button>
     </nav>`}
     ${isUploading && html`<${Upload} onClose=${() => (setUploading(false), reload())} />`}
   </div>`;
@@ -122,7 +124,7 @@ export function Variant({ name }) {
   const { value, failure, reload } = useLoaded((signal) => whole(name, signal), [name], (found) =>
     found.versions.length > MANY ? RARELY_MS : PERIOD_MS,
   );
-  const [doing, setDoing] = useState(null); // a dialog: what is asked, and of which version
+  const [doing, setDoing] = useState(null); // a dialog: what is asked, of which version, and what was active then
   useBack(reload);
   useEffect(() => {
     document.title = `${name} – Peraxis`;
@@ -159,7 +161,7 @@ export function Variant({ name }) {
       ${may("publish") &&
       html`<button onClick=${() => setDoing(["upload"])}>Upload version…</button>
         <button class="danger quiet" onClick=${() => setDoing(["delete"])}>Delete…</button>
-        ${previous && html`<button class="primary" onClick=${() => setDoing(["promote", previous])}>${previous.version < value.active ? "Roll back" : "Return"} to v${previous.version}…</button>`}`}
+        ${previous && html`<button class="primary" onClick=${() => setDoing(["promote", previous, value])}>${previous.version < value.active ? "Roll back" : "Return"} to v${previous.version}…</button>`}`}
     </${Head}>
     <div class="columns">
       <${Panel} title="Versions" flush aside=${`${count(value.num_versions)}, newest first`}>
@@ -181,12 +183,12 @@ export function Variant({ name }) {
                 <td class="actions">
                   ${may("publish") &&
                   html`${each.level === "device"
-                      ? html`<button class="small" onClick=${act("unload", each)}>Unload</button>`
-                      : html`<button class="small" onClick=${act("load", each)}>Load</button>`}
+                      ? html`<button key="unload" class="small" onClick=${act("unload", each)}>Unload</button>`
+                      : html`<button key="load" class="small" onClick=${act("load", each)}>Load</button>`}
                     ${each.pinned
-                      ? html`<button class="small" onClick=${act("unpin", each)}>Unpin</button>`
-                      : html`<button class="small" onClick=${() => setDoing(["pin", each])}>Pin…</button>`}
-                    ${each !== active && html`<button class="small" onClick=${() => setDoing(["promote", each])}>${active && each.version < active.version ? "Roll back" : "Promote"}…</button>`}
+                      ? html`<button key="unpin" class="small" onClick=${act("unpin", each)}>Unpin</button>`
+                      : html`<button key="pin" class="small" onClick=${() => setDoing(["pin", each])}>Pin…</button>`}
+                    ${each !== active && html`<button class="small" onClick=${() => setDoing(["promote", each, value])}>${active && each.version < active.version ? "Roll back" : "Promote"}…</button>`}
                     <button class="small quiet" aria-label=${`Details of version ${each.version}`} onClick=${() => setDoing(["details", each])}>Details</button>`}
                 </td>
               </tr>`,
@@ -196,7 +198,7 @@ export function Variant({ name }) {
       </${Panel}>
       <${History} variant=${value} />
     </div>
-    ${doing?.[0] === "promote" && html`<${Promote} name=${name} variant=${value} version=${doing[1]} onClose=${close} />`}
+    ${doing?.[0] === "promote" && html`<${Promote} name=${name} variant=${doing[2]} version=${doing[1]} onClose=${close} />`}
     ${doing?.[0] === "pin" && html`<${Pin} name=${name} version=${doing[1]} onClose=${close} />`}
     ${doing?.[0] === "upload" && html`<${Upload} name=${name} onClose=${close} />`}
     ${doing?.[0] === "details" && html`<${Details} name=${name} version=${doing[1]} isActive=${doing[1].version === value.active} onDelete=${() => setDoing(["delete", doing[1]])} onClose=${close} />`}
@@ -229,7 +231,7 @@ function History({ variant }) {
     ${shown.length
       ? html`<ol class="timeline">
           ${shown.map(
-            (each, index) => html`<li key=${each.at + index} class=${each.word === "promoted" ? "promote" : "publish"}>
+            (each) => html`<li key=${`${each.at} ${each.word} ${each.version}`} class=${each.word === "promoted" ? "promote" : "publish"}>
               <span class="what"><b>v${each.version}</b> ${each.word}${each.isDeleted && html` <span class="muted">(deleted since)</span>`}</span>
               <span class="by"><${Ago} time=${each.at} />${each.by && ` · key ${each.by}`}</span>
             </li>`,

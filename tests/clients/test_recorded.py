@@ -115,7 +115,7 @@ def test_a_recorded_client_that_leaves_its_stream_ends_the_request(server: LiveS
     with reply_to(server, path.read_bytes()) as reply:
         assert reply.status == 200
         assert reply.readline().startswith(b"data: ")
-    assert eventually(lambda: num_cancelled(server) == before + 1)
+    assert eventually(lambda: num_cancelled(server) > before)
 
 
 def test_the_page_of_clients_names_the_versions_that_are_tried() -> None:

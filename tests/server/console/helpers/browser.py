@@ -19,7 +19,7 @@ WAIT_MS = 240_000
 def running_browser(program: str) -> Iterator[Browser]:
     """Run a program that is Chromium, without a window."""
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=False)
+        browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=False, timeout=WAIT_MS)
         try:
             yield browser
         finally:

@@ -1,10 +1,12 @@
-"""Child processes of benches: their time and memory, commands, and a server with the calls made to it."""
+"""Child processes of benches: their time and memory, commands, ports, and a server with the calls made to it."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +22,14 @@ import httpx
 import psutil
 
 SAMPLE_S = 0.05
+
+
+def free_port() -> int:
+    """Return a port that no process listens on, below those that the kernel and Ray give of their own accord."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)
+        with contextlib.suppress(OSError), socket.create_server(("0.0.0.0", port)):
+            return port
 
 
 class ProcessTree:

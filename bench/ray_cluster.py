@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import secrets
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import ray
 import yaml
 from ray import serve
 
+from bench.process import free_port
 from server.scale.request_router import VariantRequestRouter
 
 
@@ -171,14 +171,6 @@ def num_running() -> int:
         return 0
     states = found.deployments[ENGINES].replica_states
     return sum(count for state, count in states.items() if state == "RUNNING")
-
-
-def free_port() -> int:
-    """Return a port that no process listens on, below those that Ray's and other processes take of their own accord."""
-    while True:
-        port = 20000 + secrets.randbelow(10000)
-        with suppress(OSError), socket.create_server(("0.0.0.0", port)):
-            return port
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bench.process import free_port
 from tests.replay.asking import OCTETS, Asker
 from tests.replay.calls import ask_answers, ask_refusals, ask_roles
 from tests.replay.commands import run_commands
@@ -25,7 +26,7 @@ from tests.replay.publishing import ask_artifacts, ask_sources, run_remote_comma
 from tests.replay.source_tree import ROOT, SourceTree
 from tests.replay.transcript import Transcript, differences
 from tests.replay.world import World
-from tests.server.helpers.live_server import address_in, free_port
+from tests.server.helpers.live_server import address_in
 
 
 def main() -> None:

@@ -14,11 +14,12 @@ import httpx
 import pytest
 
 from bench.engine import publish
+from bench.process import free_port
 from deltastore.registry import Registry
 from tests.helpers.tiny_models import Change, make_pair
 from tests.server.engine.test_metrics import log_probabilities
 from tests.server.helpers import live_server as live
-from tests.server.helpers.live_server import WAIT_S, eventually, free_port
+from tests.server.helpers.live_server import WAIT_S, eventually
 from tests.server.helpers.served import generate, make_delta, same_up_to_a_tie
 from tests.vllm.helpers.environment import NEEDS_VLLM, PYTHON, SIZES
 from tests.vllm.test_exact import MergedFamily, make_family

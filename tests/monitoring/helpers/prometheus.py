@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import yaml
 
+from bench.process import free_port
 from tests.helpers.debian import debian_tool
-from tests.server.helpers.live_server import eventually, free_port
+from tests.server.helpers.live_server import eventually
 
 SCRAPE_S = 1
 

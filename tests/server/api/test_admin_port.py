@@ -12,13 +12,14 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
+from bench.process import free_port
 from peraxis.cli import run
 from server.api import openapi
 from server.api.access import ROLES
 from server.app import create_admin_app, create_app
 from server.settings import Settings
 from tests.server.helpers.http_app import make_service
-from tests.server.helpers.live_server import WAIT_S, Artifacts, error_of, eventually, free_port, live_server
+from tests.server.helpers.live_server import WAIT_S, Artifacts, error_of, eventually, live_server
 
 Route = tuple[str, str]
 # Each port describes its own routes, says that it is well, and tells a caller who it is and what it may use.

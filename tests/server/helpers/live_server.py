@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -209,14 +208,6 @@ def connection(url: str) -> socket.socket:
     """Open a socket, for requests that an HTTP client would not send."""
     address = httpx.URL(url)
     return socket.create_connection((address.host, address.port), timeout=WAIT_S)
-
-
-def free_port() -> int:
-    """Return a port that no process listens on, and that the kernel gives to no other process of its own accord."""
-    while True:
-        port = 20000 + secrets.randbelow(10000)  # below those of Linux' ip_local_port_range
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def json_request(target: str, body: dict[str, Any]) -> bytes:

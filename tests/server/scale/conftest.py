@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.helpers.live_server import free_port
+from bench.process import free_port
 
 # Before ray is imported.
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

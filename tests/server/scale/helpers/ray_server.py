@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.process import free_port
 from bench.ray_cluster import haproxy_environment
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
@@ -25,7 +26,6 @@ from tests.server.helpers.live_server import (
     LiveServer,
     clean_environment,
     eventually,
-    free_port,
 )
 
 START_S = 400.0

@@ -94,7 +94,7 @@ function App() {
       onTenant=${(tenant) => {
         if (name) {
           location.hash = "#/variants";
-          // At once, before the variant's name is asked of the other tenant.
+          // Synchronously: else the other tenant would be asked for this variant.
           dispatchEvent(new Event("hashchange"));
         }
         actFor(tenant);

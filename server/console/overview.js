@@ -124,7 +124,7 @@ function Loaded({ stats }) {
   const own = actingFor() || session.me.tenant;
   const hasOthers = stats.variants.some((each) => each.tenant !== own);
   const number = stats.variants.length;
-  // A link that somebody points at or is on stays where it is: what moves in a document loses the focus and the click.
+  // Rows are not reordered while a link is hovered or focused: an element that moves loses the focus and the click.
   const table = useRef();
   const order = useRef(new Map());
   const isHeld = table.current?.querySelector("a:hover, a:focus");

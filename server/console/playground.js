@@ -32,7 +32,7 @@ export function Playground() {
     call("v1/models", { query: { limit: 200 }, signal: loading.signal }).then(
       ({ data }) => {
         setNames(data.map((each) => each.id));
-        // Never into a field that somebody is in: what is typed would be added to it.
+        // Not while a field has the focus: what is typed would be appended to the default.
         if (!chosen.models.some(Boolean) && !document.activeElement.matches(".model input"))
           set({ models: [data[1]?.id ?? "base", data[1] ? "base" : ""] });
       },

@@ -86,10 +86,10 @@ export function Pending({ failure, retry }) {
   </div>`;
 }
 
-/** A native dialog, open as long as it is shown; Escape and the background ask for its end. */
+/** A native dialog, open as long as it is shown; Escape and a click beside it call `onClose`. */
 export function Dialog({ title, onClose, children, wide }) {
   const ref = useRef();
-  // Heard on the page: a browser lets nobody prevent the second of two Escapes, and the focus may be nowhere.
+  // On the window, since the focus may be outside; the dialog's own `cancel` cannot be prevented twice in a row.
   useLayoutEffect(() => {
     const pressed = (event) => event.key === "Escape" && !event.isComposing && (event.preventDefault(), onClose());
     addEventListener("keydown", pressed);
@@ -124,7 +124,7 @@ export function Ask({ title, children, action, danger, typed, act, onClose }) {
   const [failure, setFailure] = useState(null);
   const [isBusy, setBusy] = useState(false);
   const [text, setText] = useState("");
-  // It stays until the answer comes, which would close another dialog else.
+  // It stays open until the reply: a late reply would close another dialog.
   const close = () => !isBusy && onClose();
   const submit = async (event) => {
     event.preventDefault();
@@ -181,7 +181,7 @@ const RETRY_MS = 4000;
 
 /**
  * A value that a call returns, read again by `reload` and while the page is visible every `period` ms: a number, or a
- * function of the value. Until there is one of these inputs, it is that of others, and `isOld`.
+ * function of the value. While `isOld` is true, the value is that of earlier inputs.
  */
 export function useLoaded(load, inputs, period = 0) {
   const [state, setState] = useState({ value: null, failure: null, inputs });

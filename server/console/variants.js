@@ -54,7 +54,7 @@ export function Variants() {
     return () => removeEventListener("keydown", pressed);
   }, []);
   const from = pages.length * PAGE + 1;
-  // A second turn waits for the first one's page: where the next begins, only it tells.
+  // A click is ignored until the page has loaded: its `last_id` says where the next one begins.
   const turnTo = (pages) => !isOld && setPages(pages);
   return html`<div class="page">
     <div class="head">

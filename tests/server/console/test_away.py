@@ -102,7 +102,7 @@ def test_a_key_without_the_role_admin_sees_its_own_variants_and_is_told_of_the_r
             expect(page.get_by_role("button", name=name)).to_have_count(0)
 
 
-# Keeps what the page says for some seconds alone, which may be before somebody looks.
+# Records the page's notices: each is removed after six seconds, which may be before a test reads it.
 NOTICED = """
 () => {
   window.noticed = "";
@@ -110,7 +110,7 @@ NOTICED = """
   new MutationObserver(() => (noticed += notices.textContent)).observe(notices, {childList: true});
 }
 """
-# Lets what a component does after it is drawn wait, as on a machine that does much else: preact has a timer for it.
+# Delays effects by a second, as a busy machine does: preact runs them after a frame or a timer of 35 ms.
 LATE = """
 const soon = setTimeout;
 window.setTimeout = (call, pause, ...rest) => soon(call, pause === 35 ? 1000 : pause, ...rest);
@@ -264,7 +264,7 @@ def test_a_page_that_is_turned_at_once_stays_turned(browser: Browser, keyed: Liv
             page.get_by_role("button", name="Next").click()
             page.clock.run_for(50)
         expect(page.get_by_text("51–100 of 10,000")).to_be_visible()
-        # What waits for more letters of a search has come to its end.
+        # The delay of the search has ended.
         page.clock.run_for(1000)
         expect(page.get_by_text("51–100 of 10,000")).to_be_visible()
 

@@ -37,7 +37,7 @@ from server.api.outputs import (
 )
 from server.api.schemas import BASE, Reference
 from server.api.service import Service, http_request_id_of
-from server.errors import ContextTooLong, InvalidRequest
+from server.errors import ContextTooLong, InvalidRequest, QueueFull
 from server.grammar.answer_grammar import in_form
 from server.grammar.answer_parser import CallDelta, ToolCall, joined
 from server.grammar.field_values import ArgumentTypes
@@ -265,8 +265,8 @@ async def answer(
         except BaseException:
             first.cancel()
             raise
-    except BaseException:
-        events.cancel()
+    except BaseException as error:
+        events.cancel(is_refused=isinstance(error, QueueFull))
         raise
     content = _stream(submission, replies, first, pause_s, http_request_id, events)
     headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -298,7 +298,7 @@ async def admit(service: Service, tenant: Tenant, events: RequestEvents) -> None
     """
     with _counting_refusals(service, tenant):
         service.check_ready()
-        events.admitted(await service.admissions.admit(tenant.name))
+        events.admitted(await service.admissions.admit_to_engine(tenant.name))
 
 
 async def submit(service: Service, call: GenerationCall, events: RequestEvents) -> Submission:

@@ -209,8 +209,12 @@ class RequestEvents:
             self._unsent.give_back(self._tenant, -num_bytes)
         self._kept_bytes += num_bytes
 
-    def cancel(self) -> None:
-        """Stop the engine's work for the requests; no effect on those that have ended. Nothing begins afterwards."""
+    def cancel(self, *, is_refused: bool = False) -> None:
+        """Stop the engine's work for the requests; no effect on those that have ended. Nothing begins afterwards.
+
+        Args:
+            is_refused: there was no room for one.
+        """
         self._is_cancelled = True
         for request_id in self._request_ids:
             self._engine.cancel(request_id)
@@ -218,7 +222,7 @@ class RequestEvents:
             feed.close()
         for number in list(self._traced):
             self._make_span(number, "cancelled")
-        self.admission.release()
+        self.admission.release(is_refused=is_refused)
         self._give_back_unread()
         self._unsent.give_back(self._tenant, self._kept_bytes)
         self._kept_bytes = 0
@@ -244,7 +248,7 @@ class RequestEvents:
             if isinstance(event.error, LOST):
                 self._count_as_lost(request, submitted_at)
             # No event follows, so that an error is the last one.
-            self.cancel()
+            self.cancel(is_refused=isinstance(event.error, QueueFull))
         elif isinstance(event, DoneEvent):
             self._num_open -= 1
             if not self._num_open:

@@ -8,7 +8,7 @@ sequences and the preemption for pages.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -80,9 +80,10 @@ class StepPlan:
     num_tokens: int = 0  # of the whole batch
     num_prompt_tokens: int = 0
     num_scored: int = 0  # of prompts whose log-probabilities were asked for
-    # What the step takes, and the part of it that prompts take, in tokens without context.
+    # What the step takes, and the parts of it that prompts and each tenant take, in tokens without context.
     load: float = 0.0
     prompt_load: float = 0.0
+    tenant_loads: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_passed: int = 0  # tenants whose next sequences found too few pages
     slow_sampling: float = 0.0  # that the slow sequences of complete prompts take, in argmaxes
     decoding: set[str] = field(default_factory=set)  # tenants of the sequences that decode
@@ -96,6 +97,11 @@ class StepPlan:
         """Compute that many more tokens of a sequence."""
         self.batch[sequence] = self.batch.get(sequence, 0) + num_tokens
         self.num_tokens += num_tokens
+
+    def add_load(self, tenant: str, load: float) -> None:
+        """Count what a tenant's tokens take, in tokens without context."""
+        self.load += load
+        self.tenant_loads[tenant] += load
 
     def preempt(self, sequence: Sequence) -> None:
         self.num_tokens -= self.batch.pop(sequence, 0)
@@ -276,7 +282,7 @@ class Scheduler:
                 continue
             if self._allocate_next(sequence, plan):
                 plan.add(sequence, 1)
-                plan.load += self._load(sequence.num_computed_tokens)
+                plan.add_load(sequence.tenant, self._load(sequence.num_computed_tokens))
                 plan.decoding.add(sequence.tenant)
 
     def _passed(self) -> set[Sequence]:
@@ -324,6 +330,7 @@ class Scheduler:
         begun = deque(
             sorted((s for s in self._running.values() if s.num_missing_tokens > 1), key=_fairness_key)
         )
+        passed: list[TenantQueue] = []
         while plan.num_tokens < self._max_batch_tokens:
             first = self._queue.first() if plan.admits else None
             if begun and begun[0].is_waiting:
@@ -332,12 +339,19 @@ class Scheduler:
             elif begun and (first is None or _fairness_key(begun[0]) <= _fairness_key(first)):
                 self._plan_chunk(begun.popleft(), plan)
             elif first is None:
-                return
-            elif self._room(first, plan) <= 0:
+                break
+            elif self._room(first, plan) > 0:
+                if self._admit(first, plan):
+                    self._plan_chunk(first, plan)
+                    on_admit(first)
+            elif plan.tenant_loads[first.tenant] > plan.prompt_load:
+                # What it decodes takes the room, and another tenant may have some.
+                self._queue.pause(first.queue.tenant)
+                passed.append(first.queue.tenant)
+            else:
                 plan.admits = False
-            elif self._admit(first, plan):
-                self._plan_chunk(first, plan)
-                on_admit(first)
+        for tenant in passed:
+            self._queue.resume(tenant)
 
     def _plan_chunk(self, sequence: Sequence, plan: StepPlan) -> None:
         share = max(1, int(self._constants.prefill_share * self._max_batch_tokens))
@@ -353,12 +367,14 @@ class Scheduler:
     def _room(self, sequence: Sequence, plan: StepPlan) -> int:
         """Return how many more tokens of a sequence's prompt the step has time for.
 
-        A step takes about as long as `max_batch_tokens` tokens without context, and prompts at most `prompt_share` of
-        that while other tenants decode, but for a few tokens with which the first prompt always advances.
+        A step takes about as long as `max_batch_tokens` tokens without context. While other tenants decode, prompts
+        take at most `prompt_share` of that, those of a tenant together with the tokens that it decodes itself. But the
+        first prompt always advances by a few tokens.
         """
         left = self._max_batch_tokens - plan.load
         if plan.decoding - {sequence.tenant}:
-            left = min(left, self._constants.prompt_share * self._max_batch_tokens - plan.prompt_load)
+            taken = max(plan.prompt_load, plan.tenant_loads[sequence.tenant])
+            left = min(left, self._constants.prompt_share * self._max_batch_tokens - taken)
         num_context = sequence.num_computed_tokens + plan.batch.get(sequence, 0)
         least = max(1, int(MIN_CHUNK * self._max_batch_tokens)) - plan.num_prompt_tokens
         timely = max(least, int(left / self._load(num_context)))
@@ -393,7 +409,7 @@ class Scheduler:
         plan.num_scored += num_tokens if sequence.needs_prompt_logits else 0
         if is_slow(sequence) and plan.batch[sequence] == sequence.num_missing_tokens:
             plan.slow_sampling += sequence.sampling_cost
-        plan.load += load
+        plan.add_load(sequence.tenant, load)
         plan.prompt_load += load
         cost = plan.costs.setdefault(sequence, StepCost())
         cost.total += self._prompt_token_cost(sequence) * load

@@ -58,7 +58,8 @@ class SchedulerConstants:
     delta_cost_tokens: float = 8.0
     # Share of a step's tokens that one prompt may take while another waits for them.
     prefill_share: float = 0.25
-    # Share of a step that prompts may take while sequences of other tenants decode in it.
+    # Share of a step that prompts may take while sequences of other tenants decode in it, those of one tenant together
+    # with the tokens that it decodes.
     prompt_share: float = 0.5
     # Free KV cache tokens that admission leaves for each running sequence to grow.
     reserve_tokens: int = 32

@@ -1,10 +1,16 @@
-"""Asks for the admission of tenants' work on behalf of one HTTP process, and counts what the work uses."""
+"""Asks for the admission of tenants' work on behalf of one HTTP process, and counts what the work uses.
+
+While the engine refuses a tenant's requests, few further ones are read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from server.errors import InvalidRequest, QueueFull, RateLimited
@@ -16,8 +22,103 @@ ANSWER_S = 2.0
 # Tokens that are counted together, or a part of the limit per minute if that is fewer.
 COUNT_TOKENS = 64
 COUNT_PART = 16
+# So long after the engine refused a request, further ones of the tenant begin as others end. Meanwhile one tries each
+# `TRY_S`, and one that has waited for `WAIT_S` is refused.
+CLOSED_S, TRY_S, WAIT_S = 10.0, 0.1, 5.0
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Window:
+    """The requests of one tenant that have begun, and those that wait until they may."""
+
+    num_open: int = 0
+    max_open: int = 0  # while it is closed
+    closed_until: float = -math.inf  # by the event loop's clock
+    is_ticking: bool = False
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
+
+
+class RequestWindows:
+    """Lets a tenant's requests to the engine begin: after one was refused, as many at a time as it has taken.
+
+    A request is parsed, tokenized and sent to the engine before that refuses it, which takes some milliseconds of
+    several processes. Clients on hundreds of connections that ask again at once would take a core from everybody's
+    tokens, so they wait before their bodies are read, while other tenants are served. The number grows by one each
+    `TRY_S` and falls with each refusal, as the congestion windows of TCP do.
+
+    Args:
+        has_others: returns whether other tenants are served.
+    """
+
+    def __init__(self, has_others: Callable[[str], bool]) -> None:
+        self._has_others = has_others
+        self._windows: dict[str, _Window] = {}
+
+    async def enter(self, tenant: str) -> None:
+        """Wait until a request may begin; `leave` must follow when it has ended.
+
+        Raises:
+            QueueFull: it has waited for `WAIT_S`.
+        """
+        window = self._windows.setdefault(tenant, _Window())
+        if not window.waiting and self._has_room(tenant, window):
+            window.num_open += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        window.waiting.append(turn)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await turn
+        except BaseException as error:
+            if turn in window.waiting:
+                window.waiting.remove(turn)
+            else:
+                self.leave(tenant)
+            if isinstance(error, TimeoutError):
+                raise QueueFull(
+                    "the tenant has as many requests that run or wait as the server takes: try again in a moment"
+                ) from None
+            raise
+
+    def leave(self, tenant: str, *, is_refused: bool = False) -> None:
+        """Note that a request has ended, or that the engine has refused it."""
+        window = self._windows[tenant]
+        window.num_open -= 1
+        if is_refused:
+            window.max_open = window.num_open
+            window.closed_until = asyncio.get_running_loop().time() + CLOSED_S
+            if not window.is_ticking:
+                self._tick_later(tenant, window)
+        self._serve(tenant, window)
+
+    def _has_room(self, tenant: str, window: _Window) -> bool:
+        is_open = asyncio.get_running_loop().time() >= window.closed_until or not self._has_others(tenant)
+        return is_open or window.num_open < window.max_open
+
+    def _serve(self, tenant: str, window: _Window) -> None:
+        while window.waiting and self._has_room(tenant, window):
+            turn = window.waiting.popleft()
+            # One that is done was cancelled in this turn of the loop; its task leaves.
+            window.num_open += 1
+            if not turn.done():
+                turn.set_result(None)
+        if not window.num_open and not window.is_ticking:
+            del self._windows[tenant]
+
+    def _tick_later(self, tenant: str, window: _Window) -> None:
+        window.is_ticking = True
+        asyncio.get_running_loop().call_later(TRY_S, self._tick, tenant, window)
+
+    def _tick(self, tenant: str, window: _Window) -> None:
+        """Let one more of the requests that wait begin, or all when none was refused for long."""
+        window.is_ticking = False
+        if window.waiting:
+            window.max_open += 1
+        if asyncio.get_running_loop().time() < window.closed_until:
+            self._tick_later(tenant, window)
+        self._serve(tenant, window)
 
 
 class Admission:
@@ -31,6 +132,7 @@ class Admission:
         tenant: str = "",
         admitted: Admitted | None = None,
     ) -> None:
+        self.windows: RequestWindows | None = None  # of which the work has a place
         self.rates = Rates() if admitted is None else admitted.rates
         self.limits = TenantLimits() if admitted is None else admitted.limits
         self._shared = shared
@@ -75,12 +177,19 @@ class Admission:
         if self._num_tokens >= self._slice:
             self._send_count()
 
-    def release(self) -> None:
-        """End the work, and count what is left; no effect the second time."""
+    def release(self, *, is_refused: bool = False) -> None:
+        """End the work, and count what is left; no effect the second time.
+
+        Args:
+            is_refused: the engine has refused it.
+        """
         if self._shared is not None:
             self._send_count()
             self._shared.release(self._process, self._id)
         self._shared = None
+        if self.windows is not None:
+            self.windows.leave(self._tenant, is_refused=is_refused)
+        self.windows = None
 
     def _send_count(self) -> None:
         if self._shared is not None and self._num_tokens:
@@ -94,11 +203,18 @@ class Admissions:
     Args:
         shared: the shared state, which counts; None admits everything and counts nothing.
         process: the identity of this HTTP process.
+        has_others: returns whether other tenants than one are served.
     """
 
-    def __init__(self, shared: SharedState | None = None, process: str = "") -> None:
+    def __init__(
+        self,
+        shared: SharedState | None = None,
+        process: str = "",
+        has_others: Callable[[str], bool] = lambda tenant: False,
+    ) -> None:
         self._shared = shared
         self._process = process
+        self._windows = RequestWindows(has_others)
         self._ids = itertools.count()
 
     async def admit(self, tenant: str) -> Admission:
@@ -114,6 +230,23 @@ class Admissions:
         return await self._admit(
             tenant, work_id, self._shared.admit_requests(self._process, work_id, tenant, 1)
         )
+
+    async def admit_to_engine(self, tenant: str) -> Admission:
+        """Count a request that the engine may refuse, as `admit` does; it waits first while the engine refuses others.
+
+        Raises:
+            RateLimited, QueueFull: as `admit`, or it has waited for `WAIT_S`.
+        """
+        if self._shared is None:
+            return Admission()
+        await self._windows.enter(tenant)
+        try:
+            admission = await self.admit(tenant)
+        except BaseException:
+            self._windows.leave(tenant)
+            raise
+        admission.windows = self._windows
+        return admission
 
     async def admit_upload(self, tenant: str, num_bytes: int) -> Admission:
         """Count an upload of a tenant. Release it when it is published or has failed.

@@ -145,6 +145,39 @@ def test_prompts_leave_a_part_of_each_step_to_decoding_sequences_of_others(
     assert sum(plan.batch.get(each, 0) for each in prompts) == num_tokens
 
 
+@pytest.mark.parametrize(("tenant", "num_tokens"), [("crowd", 20), ("other", 50)])
+def test_what_a_tenant_decodes_is_in_its_part_of_a_step_beside_decoding_sequences_of_others(
+    tenant: str, num_tokens: int
+) -> None:
+    scheduler = Simulation(step_limits(max_batch_tokens=100, max_num_seqs=40)).scheduler()
+    decoding(scheduler, "decoding", tenant="owner")
+    for number in range(30):
+        decoding(scheduler, f"row {number}", 1, tenant="crowd")
+    prompts = [sequence(f"prompt {i}", 500, tenant) for i in range(3)]
+    for each in prompts:
+        scheduler.add(each, 0.0)
+    plan = scheduler.plan(0.0)
+    assert sum(plan.batch.get(each, 0) for each in prompts) == num_tokens
+    assert plan.num_tokens == 31 + num_tokens
+
+
+def test_prompts_go_on_beside_more_rows_of_one_tenant_than_its_part_of_a_step() -> None:
+    scheduler = Simulation(step_limits(max_batch_tokens=200, max_num_seqs=140)).scheduler()
+    decoding(scheduler, "decoding", tenant="owner")
+    for number in range(120):
+        decoding(scheduler, f"row {number}", 1, tenant="crowd")
+    own = [sequence(f"prompt {i}", 500, "crowd") for i in range(3)]
+    other = sequence("other", 500, "other")
+    for each in [*own, other]:
+        scheduler.add(each, 0.0)
+    # The crowd's come first, and those without room keep none of another tenant's from beginning.
+    scheduler.charge_tenant("other", 9.0)
+    plan = scheduler.plan(0.0)
+    assert [plan.batch.get(each, 0) for each in [*own, other]] == [25, 0, 0, 54]
+    scheduler.remove(other)
+    assert [scheduler.plan(0.0).batch.get(each, 0) for each in own] == [25, 0, 0]
+
+
 def test_each_row_pays_for_its_rules_whatever_they_were_estimated_to_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

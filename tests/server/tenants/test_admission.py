@@ -9,7 +9,7 @@ import pytest
 
 from server.errors import InvalidRequest, QueueFull, RateLimited
 from server.tenants import admission as admission_module
-from server.tenants.admission import Admission, Admissions
+from server.tenants.admission import Admission, Admissions, RequestWindows
 from server.tenants.tenant import Admitted, Rate, Rates, Refused, TenantLimits, Usage
 from tests.server.tenants.shared import SilentState, admissions_of
 
@@ -166,5 +166,161 @@ def test_every_request_asks_under_an_id_of_its_own() -> None:
         for each in asking:
             each.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+async def begun(windows: RequestWindows, number: int, tenant: str = "a") -> list[asyncio.Task[None]]:
+    """Return so many tasks that enter, after as many turns of the loop as one needs that need not wait."""
+    tasks = [asyncio.create_task(windows.enter(tenant)) for _ in range(number)]
+    await turns()
+    return tasks
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def num_in(tasks: list[asyncio.Task[None]]) -> int:
+    return sum(task.done() for task in tasks)
+
+
+async def ended(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time passes in which a request tries, or has waited for too long."""
+    for name in ("TRY_S", "WAIT_S", "CLOSED_S"):
+        monkeypatch.setattr(admission_module, name, 3600.0)
+
+
+@pytest.mark.usefixtures("closed")
+def test_after_a_refusal_as_many_requests_of_the_tenant_run_as_the_engine_took() -> None:
+    async def main() -> None:
+        windows = RequestWindows(lambda tenant: True)
+        assert num_in(await begun(windows, 4)) == 4
+        windows.leave("a", is_refused=True)
+        waiting = await begun(windows, 3)
+        assert num_in(waiting) == 0
+        # Those of another tenant begin.
+        assert num_in(await begun(windows, 2, "b")) == 2
+        windows.leave("a")
+        await turns()
+        assert [task.done() for task in waiting] == [True, False, False]
+        # A refusal is no end: it makes room for no other.
+        windows.leave("a", is_refused=True)
+        await turns()
+        assert num_in(waiting) == 1
+        await ended(*waiting)
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("closed")
+def test_a_tenant_that_is_served_alone_is_asked_for_no_wait() -> None:
+    async def main() -> None:
+        others = {"a": True}
+        windows = RequestWindows(lambda tenant: others[tenant])
+        await begun(windows, 1)
+        windows.leave("a", is_refused=True)
+        waiting = await begun(windows, 2)
+        assert num_in(waiting) == 0
+        others["a"] = False
+        later = await begun(windows, 1)
+        # None passes those that wait.
+        assert num_in(later) == 0
+        windows._tick("a", windows._windows["a"])
+        await turns()
+        assert num_in([*waiting, *later]) == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("closed")
+def test_a_client_that_leaves_before_or_in_its_turn_takes_no_place() -> None:
+    async def main() -> None:
+        windows = RequestWindows(lambda tenant: True)
+        await begun(windows, 2)
+        windows.leave("a", is_refused=True)
+        first, second, third = await begun(windows, 3)
+        await ended(first)
+        windows.leave("a")
+        # The second has its turn, and its client leaves before its task sees that.
+        second.cancel()
+        await turns()
+        assert (second.cancelled(), third.done()) == (True, True)
+
+    asyncio.run(main())
+
+
+def test_while_requests_are_refused_one_more_tries_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "TRY_S", 0.001)
+
+    async def main() -> None:
+        windows = RequestWindows(lambda tenant: True)
+        await begun(windows, 1)
+        windows.leave("a", is_refused=True)
+        for _ in range(3):
+            # Nothing has ended.
+            await windows.enter("a")
+
+    asyncio.run(main())
+
+
+def test_when_none_was_refused_for_long_all_begin_and_nothing_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "CLOSED_S", 0.01)
+    monkeypatch.setattr(admission_module, "TRY_S", 0.02)
+
+    async def main() -> None:
+        windows = RequestWindows(lambda tenant: True)
+        await begun(windows, 1)
+        windows.leave("a", is_refused=True)
+        await asyncio.gather(*(windows.enter("a") for _ in range(10)))
+        for _ in range(10):
+            windows.leave("a")
+        assert not windows._windows
+
+    asyncio.run(main())
+
+
+def test_a_request_that_has_waited_long_is_refused_and_takes_no_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "TRY_S", 3600.0)
+    monkeypatch.setattr(admission_module, "WAIT_S", 0.01)
+
+    async def main() -> None:
+        windows = RequestWindows(lambda tenant: True)
+        await begun(windows, 2)
+        windows.leave("a", is_refused=True)
+        with pytest.raises(QueueFull, match="try again in a moment"):
+            await windows.enter("a")
+        windows.leave("a")
+        await windows.enter("a")
+
+    asyncio.run(main())
+
+
+def test_work_that_is_released_gives_its_place_back_once() -> None:
+    async def main() -> None:
+        admissions = Admissions(
+            AnsweringState(Admitted(Rates(), TenantLimits())).shared, "test", lambda tenant: True
+        )
+        for _ in range(3):
+            admission = await admissions.admit_to_engine("a")
+            admission.release()
+            admission.release()
+        refused = Refused(Rates(), "requests_per_minute", "too many", 17)
+        admissions._shared = AnsweringState(refused).shared
+        with pytest.raises(RateLimited):
+            await admissions.admit_to_engine("a")
+        assert not admissions._windows._windows
 
     asyncio.run(main())

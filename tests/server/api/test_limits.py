@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from server.tenants.admission import Admissions
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.limits import LimitsDirectory
+from server.tenants.loop_ledger import LoopLedger
 from server.tenants.tenant import TenantLimits
 from server.text.service import VariantText
 from server.workers.pool import WorkerPool
@@ -39,14 +41,18 @@ def no_turn_of_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(
-    artifacts: Artifacts, registry: Path, limits: TenantLimits, talk: Callable[[HttpApp], Awaitable[None]]
+    artifacts: Artifacts,
+    registry: Path,
+    limits: TenantLimits,
+    talk: Callable[[HttpApp], Awaitable[None]],
+    **more: Any,
 ) -> None:
     """Run an application whose tenants have `limits`, and let `talk` send requests with a key of `acme`."""
     author = Auditor(AuditLog(registry))
     made = KeyStore(registry).create(author, "acme", ["inference", "publish"])
 
     async def main() -> None:
-        settings = settings_of(artifacts.base, registry, auth="keys", default_limits=limits)
+        settings = settings_of(artifacts.base, registry, auth="keys", default_limits=limits, **more)
         async with running_app(settings) as app, app.engine():
             app.client.headers["Authorization"] = f"Bearer {made.text}"
             await talk(app)
@@ -244,6 +250,41 @@ def test_a_request_counts_before_its_body_is_read_whatever_becomes_of_it(
         assert len(read) == 5
 
     serve(artifacts, tmp_path / "registry", TenantLimits(requests_per_minute=6), talk)
+
+
+def test_after_a_refusal_by_the_engine_no_body_is_read_until_a_request_has_ended(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRY_S", "WAIT_S", "CLOSED_S"):
+        monkeypatch.setattr(admission_module, name, 3600.0)
+    monkeypatch.setattr(LoopLedger, "has_others", lambda ledger, tenant: True)
+    read: list[int] = []
+
+    async def body(number: int) -> AsyncIterator[bytes]:
+        read.append(number)
+        yield json.dumps(BODY).encode()
+
+    async def talk(app: HttpApp) -> None:
+        is_over = slow_down(monkeypatch)
+        running = asyncio.create_task(generate(app, max_new_tokens=200))
+        while not app.engine_client.num_open:
+            await asyncio.sleep(0.01)
+        refused = await generate(app)
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "overloaded")
+        headers = {"Content-Type": "application/json"}
+        waiting = [
+            asyncio.create_task(app.client.post("/generate", content=body(number), headers=headers))
+            for number in range(2)
+        ]
+        # Other calls of the tenant do not wait.
+        assert (await usage(app))["running"] == 1
+        assert not read
+        is_over.set()
+        assert (await running).status_code == 200
+        assert [(await each).status_code for each in waiting] == [200, 200]
+        assert read == [0, 1]
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(), talk, max_num_seqs=1, max_queue=1)
 
 
 def test_requests_that_fail_or_are_left_are_not_running_any_more(

@@ -8,9 +8,9 @@ version, `pipelining` with as many on few connections, each after the reply to t
 same streams that are read. Each attack has a server of its own. Two attacks at once are given as `one+other`, and have
 both controls at once; each is of a tenant of its own. With `--minutes` an attack goes on for so long, and the sizes of
 all processes must be level: the largest of its last third is compared with that of the third before.
-Meanwhile the honest tenant asks for `/health`, lists, an upload and a greedy output, and the operator scrapes
-`/metrics`; none of these may be refused. A minute after each attack, the memory of each process is compared with that
-after the start.
+Meanwhile the honest tenant asks for `/health`, lists, an upload and a short greedy stream, whose time to the first
+token is compared, too, and the operator scrapes `/metrics`; none of these may be refused. A minute after each attack,
+the memory of each process is compared with that after the start.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from bench.attacks import (
     publish_hostile,
     publish_public,
 )
-from bench.client import StreamedRequest, gap_seconds, read_streams
+from bench.client import StreamedRequest, gap_seconds, read_stream, read_streams
 from bench.engine import SHAPES, SMALL, prompts, publish, text_of, tokenizer_files, write_base
 from bench.harness import CPU, Bench, Report, fixed, machine, ms, option, p99, table_of, text
 from bench.process import Server, serve_command, serving
@@ -58,8 +58,6 @@ from server.tenants.tenant import Role
 HONEST = "honest"
 # Between the names of attacks that run at once.
 TOGETHER = "+"
-# In place of the status of a reply that did not come.
-BROKEN = 599
 PROMPT_TOKENS = 32
 # Between two rounds of calls. A round has a scrape in each `SCRAPE_EVERY`.
 ROUND_S = 0.25
@@ -71,6 +69,7 @@ class Watched:
     """The outcome of the honest tenant's calls."""
 
     health_s: list[float] = field(default_factory=list)
+    first_token_s: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     num_calls: int = 0
     is_same: bool = True  # the text of each greedy request
@@ -101,10 +100,11 @@ class HonestTenant:
         self._operator = httpx.Client(base_url=url, headers=_headers(scraper), timeout=600.0)
         self._artifact = artifact.read_bytes()
         self._num_uploads = 0
-        self._body = {"prompt": texts[0], "max_new_tokens": 4, "temperature": 0}
-        self._expected = self._text(
-            self._client.post("/generate?variant=v1", json=self._body).raise_for_status()
-        )
+        self._request = StreamedRequest(texts[0], 4, "v1")
+        first = read_stream(self._client, self._request)
+        if first.outcome != "done":
+            raise RuntimeError(f"the honest tenant's first request was {first.outcome}")
+        self._expected = first.text
 
     def close(self) -> None:
         self._client.close()
@@ -120,10 +120,10 @@ class HonestTenant:
         Raises:
             RuntimeError: another output came.
         """
-        reply = self._client.post("/generate?variant=v1", json=self._body)
-        if not reply.is_error and self._text(reply) != self._expected:
+        answer = read_stream(self._client, self._request)
+        if answer.outcome == "done" and answer.text != self._expected:
             raise RuntimeError("the honest tenant got another output than before")
-        return not reply.is_error
+        return answer.outcome == "done"
 
     @contextmanager
     def watching(self) -> Iterator[Watched]:
@@ -149,11 +149,18 @@ class HonestTenant:
                 self._call(
                     watched, self._client, "GET", ("/variants/v1", "/v1/models/v1", "/v1/models")[number % 3]
                 )
-            reply = self._call(watched, self._client, "POST", "/generate?variant=v1", json=self._body)
-            if not reply.is_error and self._text(reply) != self._expected:
-                watched.is_same = False
+            self._generate(watched)
             if over.wait(ROUND_S):
                 return
+
+    def _generate(self, watched: Watched) -> None:
+        watched.num_calls += 1
+        answer = read_stream(self._client, self._request)
+        if answer.outcome != "done":
+            watched.refused[f"POST {self._request.path.partition('?')[0]}: {answer.outcome}"] += 1
+            return
+        watched.first_token_s.append(answer.times.first_token_s)
+        watched.is_same &= answer.text == self._expected
 
     def _publish(self, watched: Watched) -> None:
         self._num_uploads += 1
@@ -163,22 +170,15 @@ class HonestTenant:
             watched, self._client, "POST", f"/variants?name={name}", content=self._artifact, headers=headers
         )
 
-    def _call(
-        self, watched: Watched, client: httpx.Client, method: str, path: str, **body: Any
-    ) -> httpx.Response:
+    def _call(self, watched: Watched, client: httpx.Client, method: str, path: str, **body: Any) -> None:
         watched.num_calls += 1
         try:
             reply = client.request(method, path, **body)
-            outcome = str(reply.status_code)
+            is_refused, outcome = reply.is_error, str(reply.status_code)
         except httpx.TransportError as error:
-            reply, outcome = httpx.Response(BROKEN), type(error).__name__
-        if reply.is_error:
+            is_refused, outcome = True, type(error).__name__
+        if is_refused:
             watched.refused[f"{method} {path.partition('?')[0]}: {outcome}"] += 1
-        return reply
-
-    @staticmethod
-    def _text(reply: httpx.Response) -> str:
-        return str(reply.json()["outputs"][0]["text"])
 
 
 def _headers(key: str | None) -> dict[str, str]:
@@ -258,6 +258,7 @@ class Beside:
     attack: str
     control_s: Sequence[float]  # gaps between tokens
     beside_s: Sequence[float]
+    control: Watched
     watched: Watched
     sent: Sent
     memory: Mapping[str, Memory]
@@ -267,6 +268,17 @@ class Beside:
         return p99(self.beside_s) / p99(self.control_s)
 
     @property
+    def median_ratio(self) -> float:
+        return median(self.beside_s) / median(self.control_s)
+
+    @property
+    def first_token_ratio(self) -> float | None:
+        """The ratio of medians, since a run has some dozens of requests; None if none was answered."""
+        if not self.watched.first_token_s:
+            return None
+        return median(self.watched.first_token_s) / median(self.control.first_token_s)
+
+    @property
     def faults(self) -> list[str]:
         """The figures that exceed the goals."""
         peaks = [part for part, memory in self.memory.items() if not memory.is_within(BUDGETS[part])]
@@ -274,6 +286,8 @@ class Beside:
         rising = [part for part, memory in self.memory.items() if not memory.is_level]
         found = {
             "p99": self.ratio > MAX_RATIO,
+            "median": self.median_ratio > MAX_RATIO,
+            "first token": self.first_token_ratio is None or self.first_token_ratio > MAX_RATIO,
             "/health": max(self.watched.health_s) > MAX_HEALTH_S,
             "refused": bool(self.watched.refused),
             "text": not self.watched.is_same,
@@ -292,6 +306,10 @@ class Beside:
             **{f"control_{name}": value for name, value in _figures(self.control_s).items()},
             **{f"beside_{name}": value for name, value in _figures(self.beside_s).items()},
             "ratio": round(self.ratio, 3),
+            "median_ratio": round(self.median_ratio, 3),
+            "control_first_token_s": [round(seconds, 4) for seconds in self.control.first_token_s],
+            "beside_first_token_s": [round(seconds, 4) for seconds in self.watched.first_token_s],
+            "first_token_ratio": self.first_token_ratio,
             "same_text": self.watched.is_same,
             "health_s": round(max(self.watched.health_s), 4),
             "honest_calls": self.watched.num_calls,
@@ -346,7 +364,7 @@ class ServedWorld:
             for number, (attack, one) in enumerate(zip(together, sent, strict=True)):
                 running.enter_context(self._control(attack, scope, one, self.keys_of(attack, number)))
             time.sleep(HEAD_START_S)
-            with self.honest.watching():
+            with self.honest.watching() as control:
                 gaps = self.honest.gaps()
         time.sleep(max(0.0, scope.rest_s - (time.monotonic() - ended)))
         later = _largest(self.server, "VmRSS")
@@ -357,7 +375,7 @@ class ServedWorld:
             for part in peaks
             if part in self.start
         }
-        return Beside(_name(together), gaps, beside, watched, _all(sent), memory)
+        return Beside(_name(together), gaps, beside, control, watched, _all(sent), memory)
 
     def _streams(self, minutes: float) -> tuple[list[float], list[dict[str, int]]]:
         """Read the honest streams, again until so many minutes have passed.
@@ -517,6 +535,8 @@ COLUMNS = {
     "p99 control, ms": ms("control_p99_s", 0),
     "p99 beside, ms": ms("beside_p99_s", 0),
     "ratio": fixed("ratio", 2),
+    "of medians": fixed("median_ratio", 2),
+    "of first tokens": lambda row: row["first_token_ratio"] and f"{row['first_token_ratio']:.2f}",
     "slowest /health, ms": ms("health_s", 0),
     "honest calls": text("honest_calls"),
     "refused": lambda row: sum(row["honest_refused"].values()),

@@ -149,7 +149,7 @@ class Scheduler:
         self._short_at: dict[str, float] = {}
         # Until when, and from when on again, nothing begins before a sequence that waits for pages.
         self._room_until = self._next_room_at = -math.inf
-        self._num_added = self._num_slow = 0
+        self._num_added = self._num_turns = 0
         self._step_seconds, self._sampling_seconds = StepSeconds(), StepSeconds()
         # The time of the last call that passed one.
         self._now = 0.0
@@ -286,14 +286,19 @@ class Scheduler:
                 plan.decoding.add(sequence.tenant)
 
     def _passed(self) -> set[Sequence]:
-        """Return the slow sequences whose next token waits for another step.
-
-        Those of the least-served tenants go first, and a tenant's take turns. While one tenant is
-        served alone, none waits.
-        """
+        """Return the sequences whose next token waits for another step; none while one tenant is served alone."""
         if self._queue.num_tenants < 2:
             return set()
-        slow = [s for s in self._running.values() if s.num_missing_tokens == 1 and is_slow(s)]
+        decoding = [s for s in self._running.values() if s.num_missing_tokens == 1]
+        slow = self._slow_beyond(decoding)
+        return slow | self._beyond_parts([s for s in decoding if s not in slow])
+
+    def _slow_beyond(self, decoding: list[Sequence]) -> set[Sequence]:
+        """Return the slow sequences that a step has no time to sample.
+
+        Those of the least-served tenants go first, and a tenant's take turns.
+        """
+        slow = [s for s in decoding if is_slow(s)]
         slow.sort(key=lambda sequence: (sequence.queue.tenant.counter, sequence.slow_turn, sequence.arrival))
         passed, total = set[Sequence](), 0.0
         for sequence in slow:
@@ -301,8 +306,27 @@ class Scheduler:
             if total > max(MAX_SLOW_SAMPLING, sequence.sampling_cost):
                 passed.add(sequence)
             else:
-                self._num_slow += 1
-                sequence.slow_turn = self._num_slow
+                self._num_turns += 1
+                sequence.slow_turn = self._num_turns
+        return passed
+
+    def _beyond_parts(self, decoding: list[Sequence]) -> set[Sequence]:
+        """Return the sequences beyond their tenant's part of a step in which others decode; a tenant's take turns."""
+        by_tenant: defaultdict[str, list[Sequence]] = defaultdict(list)
+        for sequence in decoding:
+            by_tenant[sequence.tenant].append(sequence)
+        part = self._constants.tenant_share * self._max_batch_tokens
+        passed = set[Sequence]()
+        for own in by_tenant.values() if len(by_tenant) > 1 else ():
+            own.sort(key=lambda sequence: (sequence.turn, sequence.arrival))
+            load = 0.0
+            for sequence in own:
+                load += self._load(sequence.num_computed_tokens)
+                if load > part and sequence is not own[0]:
+                    passed.add(sequence)
+                else:
+                    self._num_turns += 1
+                    sequence.turn = self._num_turns
         return passed
 
     def _load(self, num_context: int) -> float:
@@ -368,13 +392,13 @@ class Scheduler:
         """Return how many more tokens of a sequence's prompt the step has time for.
 
         A step takes about as long as `max_batch_tokens` tokens without context. While other tenants decode, prompts
-        take at most `prompt_share` of that, those of a tenant together with the tokens that it decodes itself. But the
-        first prompt always advances by a few tokens.
+        take at most `tenant_share` of that, and so does a tenant with what it decodes. But the first prompt always
+        advances by a few tokens.
         """
         left = self._max_batch_tokens - plan.load
         if plan.decoding - {sequence.tenant}:
             taken = max(plan.prompt_load, plan.tenant_loads[sequence.tenant])
-            left = min(left, self._constants.prompt_share * self._max_batch_tokens - taken)
+            left = min(left, self._constants.tenant_share * self._max_batch_tokens - taken)
         num_context = sequence.num_computed_tokens + plan.batch.get(sequence, 0)
         least = max(1, int(MIN_CHUNK * self._max_batch_tokens)) - plan.num_prompt_tokens
         timely = max(least, int(left / self._load(num_context)))

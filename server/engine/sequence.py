@@ -155,6 +155,7 @@ class Sequence:
         self.num_charged_tokens = 0  # prompt tokens charged so far; recomputing them costs nothing
         self.sampling_cost = 1.0  # what a token takes about to sample, in argmaxes
         self.slow_turn = 0  # when its turn was among those with a great one
+        self.turn = 0  # when its turn was among its tenant's, in a step that others decode in
         self.too_few_pages = -1  # available when it last found too few to be admitted; -1 before
 
     def resume(self, token_ids: Iterable[int]) -> None:

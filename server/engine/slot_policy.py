@@ -58,9 +58,8 @@ class SchedulerConstants:
     delta_cost_tokens: float = 8.0
     # Share of a step's tokens that one prompt may take while another waits for them.
     prefill_share: float = 0.25
-    # Share of a step that prompts may take while sequences of other tenants decode in it, those of one tenant together
-    # with the tokens that it decodes.
-    prompt_share: float = 0.5
+    # Share of a step that one tenant may take while others decode in it, and that all prompts together may.
+    tenant_share: float = 0.5
     # Free KV cache tokens that admission leaves for each running sequence to grow.
     reserve_tokens: int = 32
     # Waiting time after which a sequence may preempt one of a tenant or variant that has several running.
@@ -75,7 +74,7 @@ class SchedulerConstants:
     recompute_share: float = 0.25
 
     def __post_init__(self) -> None:
-        for name in ("prefill_share", "prompt_share", "recompute_share"):
+        for name in ("prefill_share", "tenant_share", "recompute_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
         for name in self.__slots__:

@@ -3,6 +3,9 @@
 A request is one streaming call. Its stop strings and masks go to the replica that answers it; closing the stream
 cancels it. A request whose replica dies is sent again once if it had no event yet, and ends with EngineRestarted
 otherwise. Event loop only.
+
+One member of Ray beyond the documented ones is used, of 2.60, which the extra `ray` asks for:
+`DeploymentBroadcastResponse._fetch_replica_results_async`, because `results_async` has no answer if one is late.
 """
 
 from __future__ import annotations
@@ -78,7 +81,8 @@ log = logging.getLogger(__name__)
 
 # Between two looks at all replicas.
 WATCH_S = 1.0
-# A replica that does not answer a look or a question by then is left out, as one in a long step.
+# A replica that does not answer by then keeps the state that was known. It is left out of an answer to a question, as
+# one in a long step.
 ANSWER_S = 5.0
 # Levels, the fastest first.
 LEVELS = ("device", "host", "disk")
@@ -204,7 +208,8 @@ class ReplicaLink:
 
     async def _states_of(self, versions: tuple[str, ...]) -> tuple[DeltaState, ...]:
         states = (DeltaState("disk", False, 0),) * len(versions)
-        for raw in await self._ask_all("call", encode(ResidencyQuery(0, versions))):
+        answers, _ = await self._ask_all("call", encode(ResidencyQuery(0, versions)))
+        for raw in answers:
             answer = decode_engine_message(raw)
             assert isinstance(answer, ResidencyAnswer)
             states = tuple(map(merged, states, answer.states))
@@ -212,7 +217,11 @@ class ReplicaLink:
 
     async def _look(self) -> None:
         """Refresh what is known of the replicas; without any, end the requests that none has taken."""
-        found: list[ReplicaState] = await self._ask_all("state")
+        found, are_all = await self._ask_all("state")
+        if not are_all:
+            # A late one may be dead, which Ray tells within seconds, or be in a machine that was paused.
+            answered = {state.replica for state in found}
+            found += [state for name, state in self._states.items() if name not in answered]
         self._states = {state.replica: state for state in found}
         pinned: dict[str, VersionRecord] = {}
         for state in found:
@@ -228,26 +237,46 @@ class ReplicaLink:
                     self._end(request_id, _restarted())
 
     async def _learn_facts(self) -> None:
-        for raw in (await self._ask_all("facts"))[:1]:
+        answers, _ = await self._ask_all("facts")
+        for raw in answers[:1]:
             message = decode_engine_message(raw)
             assert isinstance(message, Welcome)
             self._facts = message.facts
 
-    async def _ask_all(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of every replica; return the answers of those that answered in time."""
+    async def _ask_all(self, method: str, *arguments: object) -> tuple[list[Any], bool]:
+        """Call a method of every replica.
+
+        Returns:
+            the answers that came in time, and whether no replica is late. One that has failed is not.
+        """
         try:
-            broadcast = self._engines.broadcast(method, *arguments)
-            results = await broadcast.results_async(timeout_s=ANSWER_S, return_exceptions=True)
-        except (*BROKEN, TimeoutError) as error:
-            log.debug("no replica answered %r: %s", method, error)
-            return []
-        return [result for result in results if not isinstance(result, BaseException)]
+            async with asyncio.timeout(ANSWER_S):
+                results = await self._engines.broadcast(method, *arguments)._fetch_replica_results_async()
+        except TimeoutError:
+            return [], False
+        except BROKEN as error:
+            log.debug("no replica was asked %r: %s", method, error)
+            return [], True
+        asked = [asyncio.ensure_future(result.get_async()) for result in results]
+        try:
+            done, late = await asyncio.wait(asked, timeout=ANSWER_S)
+        finally:
+            for each in asked:
+                each.cancel()
+        answered = [
+            each for each in asked if each in done and not each.cancelled() and each.exception() is None
+        ]
+        return [each.result() for each in answered], not late
 
     async def _load(self, action: LoadAction, record: VersionRecord, max_pinned: int | None) -> None:
         self.check_ready()
         call = encode(LoadCall(0, action, record, max_pinned))
         if action in ("unpin", "unload"):
-            answers = await self._ask_all("call", call)
+            answers, are_all = await self._ask_all("call", call)
+            if not are_all:
+                raise QueueFull(
+                    f"a replica of the engine did not answer within {ANSWER_S:g} s: {action} {record.name} again"
+                )
         else:
             if action == "pin" and max_pinned is not None:
                 self._check_pins(record, max_pinned)

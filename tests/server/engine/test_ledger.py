@@ -173,9 +173,36 @@ def test_prompts_go_on_beside_more_rows_of_one_tenant_than_its_part_of_a_step() 
     # The crowd's come first, and those without room keep none of another tenant's from beginning.
     scheduler.charge_tenant("other", 9.0)
     plan = scheduler.plan(0.0)
-    assert [plan.batch.get(each, 0) for each in [*own, other]] == [25, 0, 0, 54]
+    assert [plan.batch.get(each, 0) for each in [*own, other]] == [25, 0, 0, 74]
     scheduler.remove(other)
     assert [scheduler.plan(0.0).batch.get(each, 0) for each in own] == [25, 0, 0]
+
+
+def test_beside_others_that_decode_a_tenant_s_rows_beyond_half_of_a_step_take_turns() -> None:
+    scheduler = Simulation(step_limits(max_batch_tokens=100, max_num_seqs=80)).scheduler()
+    own = decoding(scheduler, "own", tenant="owner")
+    crowd = [decoding(scheduler, f"row {number}", 1, tenant="crowd") for number in range(70)]
+    steps = decoded(scheduler, 7)
+    for names in steps:
+        assert (len(names), own.id in names) == (51, True)
+    # Each as often as any other, but for the last turns.
+    times = Counter(itertools.chain(*steps))
+    assert {times[each.id] for each in crowd} == {5}
+    scheduler.remove(own)
+    assert len(scheduler.plan(0.0).batch) == 70
+
+
+def test_long_contexts_count_in_a_tenant_s_part_and_one_row_always_decodes() -> None:
+    limits = step_limits(max_batch_tokens=100, max_num_seqs=80, context_tokens=100.0)
+    scheduler = Simulation(limits).scheduler()
+    decoding(scheduler, "own", tenant="owner")
+    for number in range(3):
+        decoding(scheduler, f"row {number}", 2300, tenant="crowd")
+    assert [len(names) for names in decoded(scheduler, 3)] == [3, 3, 3]
+    longest = [decoding(scheduler, f"longest {number}", 9000, tenant="third") for number in range(2)]
+    steps = decoded(scheduler, 4)
+    assert [sum(each.id in names for each in longest) for names in steps] == [1, 1, 1, 1]
+    assert Counter(itertools.chain(*steps))[longest[0].id] == 2
 
 
 def test_each_row_pays_for_its_rules_whatever_they_were_estimated_to_take(

@@ -251,13 +251,14 @@ class ReplicaLink:
         """
         try:
             async with asyncio.timeout(ANSWER_S):
-                results = await self._engines.broadcast(method, *arguments)._fetch_replica_results_async()
+                broadcast: Any = self._engines.broadcast(method, *arguments)
+                results = await broadcast._fetch_replica_results_async()
         except TimeoutError:
             return [], False
         except BROKEN as error:
             log.debug("no replica was asked %r: %s", method, error)
             return [], True
-        asked = [asyncio.ensure_future(result.get_async()) for result in results]
+        asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(result.get_async()) for result in results]
         try:
             done, late = await asyncio.wait(asked, timeout=ANSWER_S)
         finally:

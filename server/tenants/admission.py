@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from server.errors import InvalidRequest, QueueFull, RateLimited
+from server.fairness import FairBudget
 from server.shared_state import SharedState
 from server.tenants.tenant import Admitted, Rates, Refused, TenantLimits, Usage
 
@@ -25,6 +26,8 @@ COUNT_PART = 16
 # So long after the engine refused a request, further ones of the tenant begin as others end. Meanwhile one tries each
 # `TRY_S`, and one that has waited for `WAIT_S` is refused.
 CLOSED_S, TRY_S, WAIT_S = 10.0, 0.1, 5.0
+# Requests of all tenants that wait so. Each may keep some 100 KiB of its body, also when its client has left.
+MAX_WAITING = 1024
 
 T = TypeVar("T")
 
@@ -55,17 +58,22 @@ class RequestWindows:
     def __init__(self, has_others: Callable[[str], bool]) -> None:
         self._has_others = has_others
         self._windows: dict[str, _Window] = {}
+        self._places = FairBudget(MAX_WAITING, "requests of refused tenants that wait")
 
     async def enter(self, tenant: str) -> None:
         """Wait until a request may begin; `leave` must follow when it has ended.
 
         Raises:
-            QueueFull: it has waited for `WAIT_S`.
+            QueueFull: it has waited for `WAIT_S`, or too many of the tenant wait.
         """
         window = self._windows.setdefault(tenant, _Window())
         if not window.waiting and self._has_room(tenant, window):
             window.num_open += 1
             return
+        with self._places.holding(tenant, 1):
+            await self._wait(tenant, window)
+
+    async def _wait(self, tenant: str, window: _Window) -> None:
         turn = asyncio.get_running_loop().create_future()
         window.waiting.append(turn)
         try:

@@ -258,6 +258,28 @@ def test_a_client_that_leaves_before_or_in_its_turn_takes_no_place() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.usefixtures("closed")
+def test_of_the_places_to_wait_a_tenant_has_as_many_as_it_leaves_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "MAX_WAITING", 4)
+
+    async def main() -> None:
+        windows = RequestWindows(lambda tenant: True)
+        for tenant in ("a", "b"):
+            await begun(windows, 1, tenant)
+            windows.leave(tenant, is_refused=True)
+        waiting = await begun(windows, 2)
+        with pytest.raises(QueueFull, match="wait"):
+            await windows.enter("a")
+        other = await begun(windows, 1, "b")
+        assert num_in([*waiting, *other]) == 0
+        await ended(*waiting, *other)
+        assert windows._places.free == 4
+
+    asyncio.run(main())
+
+
 def test_while_requests_are_refused_one_more_tries_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_module, "TRY_S", 0.001)
 

@@ -210,11 +210,7 @@ class RequestEvents:
         self._kept_bytes += num_bytes
 
     def cancel(self, *, is_refused: bool = False) -> None:
-        """Stop the engine's work for the requests; no effect on those that have ended. Nothing begins afterwards.
-
-        Args:
-            is_refused: there was no room for one.
-        """
+        """Stop the engine's work for the requests; no effect on those that have ended. Nothing begins afterwards."""
         self._is_cancelled = True
         for request_id in self._request_ids:
             self._engine.cancel(request_id)

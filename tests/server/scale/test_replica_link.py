@@ -1,4 +1,4 @@
-"""What an ingress knows of its replicas while one of them answers late or has died."""
+"""An ingress keeps replicas that answer late, and forgets those that have died."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class Beside:
     @property
     def first_token_ratio(self) -> float | None:
         """The ratio of medians, since a run has some dozens of requests; None if none was answered."""
-        if not self.watched.first_token_s:
+        if not self.watched.first_token_s or not self.control.first_token_s:
             return None
         return median(self.watched.first_token_s) / median(self.control.first_token_s)
 

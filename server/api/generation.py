@@ -37,7 +37,7 @@ from server.api.outputs import (
 )
 from server.api.schemas import BASE, Reference
 from server.api.service import Service, http_request_id_of
-from server.errors import ContextTooLong, InvalidRequest, QueueFull
+from server.errors import ContextTooLong, InvalidRequest
 from server.grammar.answer_grammar import in_form
 from server.grammar.answer_parser import CallDelta, ToolCall, joined
 from server.grammar.field_values import ArgumentTypes
@@ -265,8 +265,8 @@ async def answer(
         except BaseException:
             first.cancel()
             raise
-    except BaseException as error:
-        events.cancel(is_refused=isinstance(error, QueueFull))
+    except BaseException:
+        events.cancel()
         raise
     content = _stream(submission, replies, first, pause_s, http_request_id, events)
     headers = {**submission.headers(), "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

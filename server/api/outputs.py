@@ -56,8 +56,7 @@ MAX_UNREAD = 1 << 16
 PAUSE_UNREAD = MAX_UNREAD // 4
 STALLED_S = 1.0
 # What a token that is not read takes in memory, and each log-probability beside it.
-UNREAD_TOKEN_BYTES = 200
-UNREAD_LOGPROB_BYTES = 120
+UNREAD_TOKEN_BYTES, UNREAD_LOGPROB_BYTES = 200, 120
 # What a log-probability takes as text, until the reply is made.
 LOGPROB_BYTES = 300
 # What a character takes at most, and what a piece of text that a response template parses takes beside its characters.
@@ -116,10 +115,9 @@ class RequestEvents:
         self._num_unread = self._unread_bytes = self._held_bytes = 0
         self._kept_bytes = 0  # that the budget counts until they are given back, or the end
         self.sending = Sending()
-        self._is_paused = False
         self._num_open = 0
         self.admission = Admission()
-        self._is_cancelled = False
+        self._is_answered = self._is_paused = self._is_cancelled = False
         self._spans = spans
         # Requests whose span is not made yet, by their number.
         self._traced: dict[int, TracedRequest] = {}
@@ -209,7 +207,7 @@ class RequestEvents:
             self._unsent.give_back(self._tenant, -num_bytes)
         self._kept_bytes += num_bytes
 
-    def cancel(self, *, is_refused: bool = False) -> None:
+    def cancel(self) -> None:
         """Stop the engine's work for the requests; no effect on those that have ended. Nothing begins afterwards."""
         self._is_cancelled = True
         for request_id in self._request_ids:
@@ -218,7 +216,7 @@ class RequestEvents:
             feed.close()
         for number in list(self._traced):
             self._make_span(number, "cancelled")
-        self.admission.release(is_refused=is_refused)
+        self.admission.release("answered" if self._is_answered else "vain")
         self._give_back_unread()
         self._unsent.give_back(self._tenant, self._kept_bytes)
         self._kept_bytes = 0
@@ -231,6 +229,7 @@ class RequestEvents:
             raise ClientDisconnect
 
     def _on_event(self, number: int, request: Request, submitted_at: float, event: Event) -> None:
+        self._is_answered = True
         if self._spans is not None:
             self._trace(number, event)
         if isinstance(event, TokenEvent):
@@ -243,8 +242,9 @@ class RequestEvents:
             self._events.clear()
             if isinstance(event.error, LOST):
                 self._count_as_lost(request, submitted_at)
+            self.admission.release("refused" if isinstance(event.error, QueueFull) else "answered")
             # No event follows, so that an error is the last one.
-            self.cancel(is_refused=isinstance(event.error, QueueFull))
+            self.cancel()
         elif isinstance(event, DoneEvent):
             self._num_open -= 1
             if not self._num_open:

@@ -99,11 +99,7 @@ class Service:
             from server.tracing import open_spans
 
             self.spans = open_spans(settings.otlp_endpoint, f"{engine.identity.decode()}-{os.getpid()}")
-        self.admissions = Admissions(
-            shared if settings.auth == "keys" else None,
-            engine.identity.decode(),
-            self.loop_ledger.has_others,
-        )
+        self.admissions = Admissions(shared if settings.auth == "keys" else None, engine.identity.decode())
         self.stored = StoredCounts(registry, self.volume)
         self.started_at = time.time()  # seconds since 1970
         self.num_in_flight = 0  # HTTP requests

@@ -311,13 +311,15 @@ class Scheduler:
         return passed
 
     def _beyond_parts(self, decoding: list[Sequence]) -> set[Sequence]:
-        """Return the sequences beyond their tenant's part of a step in which others decode; a tenant's take turns."""
+        """Return the sequences beyond their tenant's part of a step that it shares with others; they take turns."""
+        if len({sequence.tenant for sequence in self._running.values()}) < 2:
+            return set()
         by_tenant: defaultdict[str, list[Sequence]] = defaultdict(list)
         for sequence in decoding:
             by_tenant[sequence.tenant].append(sequence)
         part = self._constants.tenant_share * self._max_batch_tokens
         passed = set[Sequence]()
-        for own in by_tenant.values() if len(by_tenant) > 1 else ():
+        for own in by_tenant.values():
             own.sort(key=lambda sequence: (sequence.turn, sequence.arrival))
             load = 0.0
             for sequence in own:
@@ -368,7 +370,7 @@ class Scheduler:
                 if self._admit(first, plan):
                     self._plan_chunk(first, plan)
                     on_admit(first)
-            elif plan.tenant_loads[first.tenant] > plan.prompt_load:
+            elif plan.tenant_loads[first.tenant] > plan.prompt_load and self._now >= self._room_until:
                 # What it decodes takes the room, and another tenant may have some.
                 self._queue.pause(first.queue.tenant)
                 passed.append(first.queue.tenant)
@@ -653,6 +655,7 @@ class Scheduler:
         self._running[sequence.arrival] = sequence
         self._queue.remove(sequence)
         sequence.num_tokens_at_admission, sequence.running_since = sequence.num_tokens, self._now
+        sequence.turn = self._num_turns
         self._queue.count_running(sequence.queue, 1)
         self._slot_policy.admit(sequence)
 

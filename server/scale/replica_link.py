@@ -219,7 +219,8 @@ class ReplicaLink:
         """Refresh what is known of the replicas; without any, end the requests that none has taken."""
         found, are_all = await self._ask_all("state")
         if not are_all:
-            # A late one may be dead, which Ray tells within seconds, or be in a machine that was paused.
+            # A late one may be dead, which Ray tells within seconds, or be in a machine that was paused. Which one is
+            # late is not told, so all stay that were known, until none is.
             answered = {state.replica for state in found}
             found += [state for name, state in self._states.items() if name not in answered]
         self._states = {state.replica: state for state in found}
@@ -249,6 +250,7 @@ class ReplicaLink:
         Returns:
             the answers that came in time, and whether no replica is late. One that has failed is not.
         """
+        deadline = time.monotonic() + ANSWER_S
         try:
             async with asyncio.timeout(ANSWER_S):
                 broadcast: Any = self._engines.broadcast(method, *arguments)
@@ -260,7 +262,7 @@ class ReplicaLink:
             return [], True
         asked: list[asyncio.Future[Any]] = [asyncio.ensure_future(result.get_async()) for result in results]
         try:
-            done, late = await asyncio.wait(asked, timeout=ANSWER_S)
+            done, late = await asyncio.wait(asked, timeout=max(0.0, deadline - time.monotonic()))
         finally:
             for each in asked:
                 each.cancel()
@@ -273,11 +275,8 @@ class ReplicaLink:
         self.check_ready()
         call = encode(LoadCall(0, action, record, max_pinned))
         if action in ("unpin", "unload"):
-            answers, are_all = await self._ask_all("call", call)
-            if not are_all:
-                raise QueueFull(
-                    f"a replica of the engine did not answer within {ANSWER_S:g} s: {action} {record.name} again"
-                )
+            # Where the version is in use, an unload goes on until its requests have ended.
+            answers, _ = await self._ask_all("call", call)
         else:
             if action == "pin" and max_pinned is not None:
                 self._check_pins(record, max_pinned)

@@ -9,9 +9,9 @@ import asyncio
 import itertools
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from server.errors import InvalidRequest, QueueFull, RateLimited
 from server.fairness import FairBudget
@@ -23,12 +23,16 @@ ANSWER_S = 2.0
 # Tokens that are counted together, or a part of the limit per minute if that is fewer.
 COUNT_TOKENS = 64
 COUNT_PART = 16
-# So long after the engine refused a request, further ones of the tenant begin as others end. Meanwhile one tries each
-# `TRY_S`, and one that has waited for `WAIT_S` is refused.
-CLOSED_S, TRY_S, WAIT_S = 10.0, 0.1, 5.0
-# Requests of all tenants that wait so. Each may keep some 100 KiB of its body, also when its client has left.
-MAX_WAITING = 1024
+# So long after the engine refused a request, further ones of the tenant begin as others end. Meanwhile one more begins
+# each `TRY_S`, and one that has waited for `WAIT_S` is refused.
+CLOSED_S, TRY_S, WAIT_S = 10.0, 0.1, 10.0
+# Requests of a tenant in a second that may end before the engine has answered; more count as refused.
+MAX_VAIN = 10
+# Requests of all tenants that wait so. Each may keep some 300 KB of its body, also when its client has left.
+MAX_WAITING = 512
 
+# How a request ended: answered by the engine, refused by it, or before either.
+Ending = Literal["answered", "refused", "vain"]
 T = TypeVar("T")
 
 
@@ -38,7 +42,9 @@ class _Window:
 
     num_open: int = 0
     max_open: int = 0  # while it is closed
-    closed_until: float = -math.inf  # by the event loop's clock
+    # By the event loop's clock. Each vain request adds a part of a second to the second.
+    closed_until: float = -math.inf
+    vain_until: float = -math.inf
     is_ticking: bool = False
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
@@ -48,15 +54,11 @@ class RequestWindows:
 
     A request is parsed, tokenized and sent to the engine before that refuses it, which takes some milliseconds of
     several processes. Clients on hundreds of connections that ask again at once would take a core from everybody's
-    tokens, so they wait before their bodies are read, while other tenants are served. The number grows by one each
-    `TRY_S` and falls with each refusal, as the congestion windows of TCP do.
-
-    Args:
-        has_others: returns whether other tenants are served.
+    tokens, so they wait before their bodies are read. So do those that leave before they have an answer, again and
+    again. The number grows by one each `TRY_S` and falls with each refusal, as the congestion windows of TCP do.
     """
 
-    def __init__(self, has_others: Callable[[str], bool]) -> None:
-        self._has_others = has_others
+    def __init__(self) -> None:
         self._windows: dict[str, _Window] = {}
         self._places = FairBudget(MAX_WAITING, "requests of refused tenants that wait")
 
@@ -67,7 +69,7 @@ class RequestWindows:
             QueueFull: it has waited for `WAIT_S`, or too many of the tenant wait.
         """
         window = self._windows.setdefault(tenant, _Window())
-        if not window.waiting and self._has_room(tenant, window):
+        if not window.waiting and _has_room(window):
             window.num_open += 1
             return
         with self._places.holding(tenant, 1):
@@ -83,36 +85,35 @@ class RequestWindows:
             if turn in window.waiting:
                 window.waiting.remove(turn)
             else:
-                self.leave(tenant)
+                self.leave(tenant, "answered")
             if isinstance(error, TimeoutError):
                 raise QueueFull(
                     "the tenant has as many requests that run or wait as the server takes: try again in a moment"
                 ) from None
             raise
 
-    def leave(self, tenant: str, *, is_refused: bool = False) -> None:
-        """Note that a request has ended, or that the engine has refused it."""
-        window = self._windows[tenant]
+    def leave(self, tenant: str, ending: Ending) -> None:
+        """Note that a request has ended."""
+        window, now = self._windows[tenant], _now()
         window.num_open -= 1
-        if is_refused:
-            window.max_open = window.num_open
-            window.closed_until = asyncio.get_running_loop().time() + CLOSED_S
-            if not window.is_ticking:
-                self._tick_later(tenant, window)
+        if ending == "vain":
+            window.vain_until = max(window.vain_until, now) + 1 / MAX_VAIN
+        if ending == "refused" or (ending == "vain" and window.vain_until > now + 1):
+            window.max_open, window.closed_until = window.num_open, now + CLOSED_S
+        if ending != "answered" and not window.is_ticking:
+            self._tick_later(tenant, window)
         self._serve(tenant, window)
 
-    def _has_room(self, tenant: str, window: _Window) -> bool:
-        is_open = asyncio.get_running_loop().time() >= window.closed_until or not self._has_others(tenant)
-        return is_open or window.num_open < window.max_open
-
     def _serve(self, tenant: str, window: _Window) -> None:
-        while window.waiting and self._has_room(tenant, window):
+        """Let the next request begin, if there is room; the one after it in the next turn of the event loop."""
+        if window.waiting and _has_room(window):
             turn = window.waiting.popleft()
             # One that is done was cancelled in this turn of the loop; its task leaves.
             window.num_open += 1
             if not turn.done():
                 turn.set_result(None)
-        if not window.num_open and not window.is_ticking:
+            asyncio.get_running_loop().call_soon(self._serve, tenant, window)
+        elif not window.num_open and not window.is_ticking and self._windows.get(tenant) is window:
             del self._windows[tenant]
 
     def _tick_later(self, tenant: str, window: _Window) -> None:
@@ -124,9 +125,17 @@ class RequestWindows:
         window.is_ticking = False
         if window.waiting:
             window.max_open += 1
-        if asyncio.get_running_loop().time() < window.closed_until:
+        if _now() < max(window.closed_until, window.vain_until):
             self._tick_later(tenant, window)
         self._serve(tenant, window)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _has_room(window: _Window) -> bool:
+    return _now() >= window.closed_until or window.num_open < window.max_open
 
 
 class Admission:
@@ -185,18 +194,14 @@ class Admission:
         if self._num_tokens >= self._slice:
             self._send_count()
 
-    def release(self, *, is_refused: bool = False) -> None:
-        """End the work, and count what is left; no effect the second time.
-
-        Args:
-            is_refused: the engine has refused it.
-        """
+    def release(self, ending: Ending = "answered") -> None:
+        """End the work, and count what is left; no effect the second time."""
         if self._shared is not None:
             self._send_count()
             self._shared.release(self._process, self._id)
         self._shared = None
         if self.windows is not None:
-            self.windows.leave(self._tenant, is_refused=is_refused)
+            self.windows.leave(self._tenant, ending)
         self.windows = None
 
     def _send_count(self) -> None:
@@ -211,18 +216,12 @@ class Admissions:
     Args:
         shared: the shared state, which counts; None admits everything and counts nothing.
         process: the identity of this HTTP process.
-        has_others: returns whether other tenants than one are served.
     """
 
-    def __init__(
-        self,
-        shared: SharedState | None = None,
-        process: str = "",
-        has_others: Callable[[str], bool] = lambda tenant: False,
-    ) -> None:
+    def __init__(self, shared: SharedState | None = None, process: str = "") -> None:
         self._shared = shared
         self._process = process
-        self._windows = RequestWindows(has_others)
+        self._windows = RequestWindows()
         self._ids = itertools.count()
 
     async def admit(self, tenant: str) -> Admission:
@@ -240,7 +239,7 @@ class Admissions:
         )
 
     async def admit_to_engine(self, tenant: str) -> Admission:
-        """Count a request that the engine may refuse, as `admit` does; it waits first while the engine refuses others.
+        """Count a request that the engine may refuse, as `admit` does; it may wait first for others of the tenant.
 
         Raises:
             RateLimited, QueueFull: as `admit`, or it has waited for `WAIT_S`.
@@ -251,7 +250,7 @@ class Admissions:
         try:
             admission = await self.admit(tenant)
         except BaseException:
-            self._windows.leave(tenant)
+            self._windows.leave(tenant, "answered")
             raise
         admission.windows = self._windows
         return admission

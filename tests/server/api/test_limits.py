@@ -22,7 +22,6 @@ from server.tenants.admission import Admissions
 from server.tenants.changes import AuditLog, Auditor
 from server.tenants.keys import KeyStore
 from server.tenants.limits import LimitsDirectory
-from server.tenants.loop_ledger import LoopLedger
 from server.tenants.tenant import TenantLimits
 from server.text.service import VariantText
 from server.workers.pool import WorkerPool
@@ -257,7 +256,6 @@ def test_after_a_refusal_by_the_engine_no_body_is_read_until_a_request_has_ended
 ) -> None:
     for name in ("TRY_S", "WAIT_S", "CLOSED_S"):
         monkeypatch.setattr(admission_module, name, 3600.0)
-    monkeypatch.setattr(LoopLedger, "has_others", lambda ledger, tenant: True)
     read: list[int] = []
 
     async def body(number: int) -> AsyncIterator[bytes]:
@@ -285,6 +283,34 @@ def test_after_a_refusal_by_the_engine_no_body_is_read_until_a_request_has_ended
         assert read == [0, 1]
 
     serve(artifacts, tmp_path / "registry", TenantLimits(), talk, max_num_seqs=1, max_queue=1)
+
+
+def test_requests_whose_clients_left_before_an_answer_make_further_ones_wait(
+    artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TRY_S", "WAIT_S", "CLOSED_S"):
+        monkeypatch.setattr(admission_module, name, 3600.0)
+    # One in a thousand seconds.
+    monkeypatch.setattr(admission_module, "MAX_VAIN", 0.001)
+
+    async def talk(app: HttpApp) -> None:
+        is_over = slow_down(monkeypatch)
+        running = asyncio.create_task(generate(app, max_new_tokens=200))
+        while app.engine_client.num_open != 1:
+            await asyncio.sleep(0.01)
+        leaving = asyncio.create_task(generate(app))
+        while app.engine_client.num_open != 2:
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        waiting = asyncio.create_task(generate(app))
+        while not app.service.admissions._windows._windows["acme"].waiting:
+            await asyncio.sleep(0.01)
+        assert app.engine_client.num_open == 1
+        is_over.set()
+        assert (await running).status_code == (await waiting).status_code == 200
+
+    serve(artifacts, tmp_path / "registry", TenantLimits(), talk, max_num_seqs=1, max_queue=8)
 
 
 def test_requests_that_fail_or_are_left_are_not_running_any_more(

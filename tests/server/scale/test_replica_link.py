@@ -138,12 +138,26 @@ def test_a_question_is_answered_by_the_replicas_that_are_in_time() -> None:
     with_link(talk)
 
 
-def test_an_unload_that_a_replica_did_not_answer_is_refused() -> None:
+def test_what_a_replica_answers_to_an_unload_is_told_also_while_another_one_is_late() -> None:
     async def talk(link: ReplicaLink, engines: Engines) -> None:
         engines.answer = encode(CallDone(0, None))
         await link.load("unload", RECORD)
         engines.replicas[1].manner = "late"
-        with pytest.raises(QueueFull, match="unload tuned again"):
+        engines.answer = encode(CallDone(0, QueueFull("too many calls wait")))
+        with pytest.raises(QueueFull, match="too many calls"):
             await link.load("unload", RECORD)
+
+    with_link(talk)
+
+
+def test_while_one_is_late_the_states_of_all_stay() -> None:
+    async def talk(link: ReplicaLink, engines: Engines) -> None:
+        first, second = engines.replicas
+        first.manner, second.manner = "late", "dead"
+        await link._look()
+        assert set(link._states) == {"first", "second"}
+        first.manner = "prompt"
+        await link._look()
+        assert set(link._states) == {"first"}
 
     with_link(talk)

@@ -202,18 +202,18 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("closed")
 def test_after_a_refusal_as_many_requests_of_the_tenant_run_as_the_engine_took() -> None:
     async def main() -> None:
-        windows = RequestWindows(lambda tenant: True)
+        windows = RequestWindows()
         assert num_in(await begun(windows, 4)) == 4
-        windows.leave("a", is_refused=True)
+        windows.leave("a", "refused")
         waiting = await begun(windows, 3)
         assert num_in(waiting) == 0
         # Those of another tenant begin.
         assert num_in(await begun(windows, 2, "b")) == 2
-        windows.leave("a")
+        windows.leave("a", "answered")
         await turns()
         assert [task.done() for task in waiting] == [True, False, False]
         # A refusal is no end: it makes room for no other.
-        windows.leave("a", is_refused=True)
+        windows.leave("a", "refused")
         await turns()
         assert num_in(waiting) == 1
         await ended(*waiting)
@@ -222,21 +222,40 @@ def test_after_a_refusal_as_many_requests_of_the_tenant_run_as_the_engine_took()
 
 
 @pytest.mark.usefixtures("closed")
-def test_a_tenant_that_is_served_alone_is_asked_for_no_wait() -> None:
+def test_requests_that_end_again_and_again_before_an_answer_count_as_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "_now", lambda: 0.0)
+
     async def main() -> None:
-        others = {"a": True}
-        windows = RequestWindows(lambda tenant: others[tenant])
-        await begun(windows, 1)
-        windows.leave("a", is_refused=True)
-        waiting = await begun(windows, 2)
-        assert num_in(waiting) == 0
-        others["a"] = False
-        later = await begun(windows, 1)
-        # None passes those that wait.
-        assert num_in(later) == 0
-        windows._tick("a", windows._windows["a"])
+        windows = RequestWindows()
+        running = await begun(windows, 2)
+        for _ in range(admission_module.MAX_VAIN):
+            (one,) = await begun(windows, 1)
+            assert one.done()
+            windows.leave("a", "vain")
+        (last,) = await begun(windows, 1)
+        windows.leave("a", "vain")
+        (waiting,) = await begun(windows, 1)
+        assert (num_in(running), last.done(), waiting.done()) == (2, True, False)
+        windows.leave("a", "answered")
         await turns()
-        assert num_in([*waiting, *later]) == 3
+        assert waiting.done()
+
+    asyncio.run(main())
+
+
+def test_what_was_vain_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "MAX_VAIN", 1000)
+    monkeypatch.setattr(admission_module, "TRY_S", 0.001)
+
+    async def main() -> None:
+        windows = RequestWindows()
+        for _ in range(100):
+            await begun(windows, 1)
+            windows.leave("a", "vain")
+        while windows._windows:
+            await asyncio.sleep(0.001)
 
     asyncio.run(main())
 
@@ -244,12 +263,12 @@ def test_a_tenant_that_is_served_alone_is_asked_for_no_wait() -> None:
 @pytest.mark.usefixtures("closed")
 def test_a_client_that_leaves_before_or_in_its_turn_takes_no_place() -> None:
     async def main() -> None:
-        windows = RequestWindows(lambda tenant: True)
+        windows = RequestWindows()
         await begun(windows, 2)
-        windows.leave("a", is_refused=True)
+        windows.leave("a", "refused")
         first, second, third = await begun(windows, 3)
         await ended(first)
-        windows.leave("a")
+        windows.leave("a", "answered")
         # The second has its turn, and its client leaves before its task sees that.
         second.cancel()
         await turns()
@@ -265,10 +284,10 @@ def test_of_the_places_to_wait_a_tenant_has_as_many_as_it_leaves_free(
     monkeypatch.setattr(admission_module, "MAX_WAITING", 4)
 
     async def main() -> None:
-        windows = RequestWindows(lambda tenant: True)
+        windows = RequestWindows()
         for tenant in ("a", "b"):
             await begun(windows, 1, tenant)
-            windows.leave(tenant, is_refused=True)
+            windows.leave(tenant, "refused")
         waiting = await begun(windows, 2)
         with pytest.raises(QueueFull, match="wait"):
             await windows.enter("a")
@@ -284,9 +303,9 @@ def test_while_requests_are_refused_one_more_tries_now_and_then(monkeypatch: pyt
     monkeypatch.setattr(admission_module, "TRY_S", 0.001)
 
     async def main() -> None:
-        windows = RequestWindows(lambda tenant: True)
+        windows = RequestWindows()
         await begun(windows, 1)
-        windows.leave("a", is_refused=True)
+        windows.leave("a", "refused")
         for _ in range(3):
             # Nothing has ended.
             await windows.enter("a")
@@ -301,12 +320,12 @@ def test_when_none_was_refused_for_long_all_begin_and_nothing_is_kept(
     monkeypatch.setattr(admission_module, "TRY_S", 0.02)
 
     async def main() -> None:
-        windows = RequestWindows(lambda tenant: True)
+        windows = RequestWindows()
         await begun(windows, 1)
-        windows.leave("a", is_refused=True)
+        windows.leave("a", "refused")
         await asyncio.gather(*(windows.enter("a") for _ in range(10)))
         for _ in range(10):
-            windows.leave("a")
+            windows.leave("a", "answered")
         assert not windows._windows
 
     asyncio.run(main())
@@ -319,12 +338,12 @@ def test_a_request_that_has_waited_long_is_refused_and_takes_no_place(
     monkeypatch.setattr(admission_module, "WAIT_S", 0.01)
 
     async def main() -> None:
-        windows = RequestWindows(lambda tenant: True)
+        windows = RequestWindows()
         await begun(windows, 2)
-        windows.leave("a", is_refused=True)
+        windows.leave("a", "refused")
         with pytest.raises(QueueFull, match="try again in a moment"):
             await windows.enter("a")
-        windows.leave("a")
+        windows.leave("a", "answered")
         await windows.enter("a")
 
     asyncio.run(main())
@@ -332,9 +351,7 @@ def test_a_request_that_has_waited_long_is_refused_and_takes_no_place(
 
 def test_work_that_is_released_gives_its_place_back_once() -> None:
     async def main() -> None:
-        admissions = Admissions(
-            AnsweringState(Admitted(Rates(), TenantLimits())).shared, "test", lambda tenant: True
-        )
+        admissions = Admissions(AnsweringState(Admitted(Rates(), TenantLimits())).shared, "test")
         for _ in range(3):
             admission = await admissions.admit_to_engine("a")
             admission.release()

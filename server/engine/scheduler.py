@@ -282,7 +282,7 @@ class Scheduler:
                 continue
             if self._allocate_next(sequence, plan):
                 plan.add(sequence, 1)
-                plan.add_load(sequence.tenant, self._load(sequence.num_computed_tokens))
+                plan.add_load(sequence.tenant, self._decode_load(sequence))
                 plan.decoding.add(sequence.tenant)
 
     def _passed(self) -> set[Sequence]:
@@ -323,7 +323,7 @@ class Scheduler:
             own.sort(key=lambda sequence: (sequence.turn, sequence.arrival))
             load = 0.0
             for sequence in own:
-                load += self._load(sequence.num_computed_tokens)
+                load += self._decode_load(sequence)
                 if load > part and sequence is not own[0]:
                     passed.add(sequence)
                 else:
@@ -334,6 +334,10 @@ class Scheduler:
     def _load(self, num_context: int) -> float:
         """Return what a token behind so many others takes, in tokens without context: attention reads all of them."""
         return 1.0 + num_context / self._constants.context_tokens
+
+    def _decode_load(self, sequence: Sequence) -> float:
+        """Return what a sequence's next token takes: it shares the keys that it reads with no token of a prompt."""
+        return self._load(int(self._constants.decode_attention * sequence.num_computed_tokens))
 
     def _allocate_next(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Allocate the next token of a running sequence, by preempting others if pages are short.
@@ -458,10 +462,10 @@ class Scheduler:
         num_sharing = Counter(sequence.version for sequence in plan.batch)
         for sequence, num_tokens in plan.batch.items():
             # The context of a prompt's last token is in the cost of the prompt.
-            num_context = 0 if sequence in plan.costs else sequence.num_computed_tokens
+            load = 1.0 if sequence in plan.costs else self._decode_load(sequence)
             cost = plan.costs.setdefault(sequence, StepCost())
             if num_tokens == sequence.num_missing_tokens:
-                cost.total += self._constants.generated_token_cost * self._load(num_context)
+                cost.total += self._constants.generated_token_cost * load
             if sequence.version is not None:
                 cost.total += self._constants.delta_cost_tokens / num_sharing[sequence.version]
 

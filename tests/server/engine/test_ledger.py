@@ -38,8 +38,8 @@ def test_the_seconds_of_a_step_are_those_of_its_sequences_by_tokens_context_and_
     sim.residency.load_s = 0.0
     scheduler = sim.scheduler()
     decoding(scheduler, "short", 0 + 1)
-    decoding(scheduler, "long", 300, tenant="b")
-    # A generated token counts as two; behind 300 others, four times as much.
+    decoding(scheduler, "long", 75, tenant="b")
+    # A generated token counts as two; behind 75 others, which it reads alone, four times as much.
     assert scheduler.charge(scheduler.plan(0.0), 0.1, 1.0) == pytest.approx({"a": 0.2, "b": 0.8}, abs=0.01)
     scheduler.add(sequence("with a delta", 1, tenant="c", digest="v"), 0.1)
     scheduler.plan(0.1)
@@ -197,9 +197,9 @@ def test_long_contexts_count_in_a_tenant_s_part_and_one_row_always_decodes() -> 
     scheduler = Simulation(limits).scheduler()
     decoding(scheduler, "own", tenant="owner")
     for number in range(3):
-        decoding(scheduler, f"row {number}", 2300, tenant="crowd")
+        decoding(scheduler, f"row {number}", 575, tenant="crowd")
     assert [len(names) for names in decoded(scheduler, 3)] == [3, 3, 3]
-    longest = [decoding(scheduler, f"longest {number}", 9000, tenant="third") for number in range(2)]
+    longest = [decoding(scheduler, f"longest {number}", 2250, tenant="third") for number in range(2)]
     steps = decoded(scheduler, 4)
     assert [sum(each.id in names for each in longest) for names in steps] == [1, 1, 1, 1]
     assert Counter(itertools.chain(*steps))[longest[0].id] == 2

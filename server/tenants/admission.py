@@ -97,7 +97,8 @@ class RequestWindows:
         window, now = self._windows[tenant], _now()
         window.num_open -= 1
         if ending == "vain":
-            window.vain_until = max(window.vain_until, now) + 1 / MAX_VAIN
+            # At most one more than a second's: no tenant pays for long for what was vain before.
+            window.vain_until = min(max(window.vain_until, now), now + 1) + 1 / MAX_VAIN
         if ending == "refused" or (ending == "vain" and window.vain_until > now + 1):
             window.max_open, window.closed_until = window.num_open, now + CLOSED_S
         if ending != "answered" and not window.is_ticking:

@@ -241,6 +241,11 @@ def test_requests_that_end_again_and_again_before_an_answer_count_as_refused(
         windows.leave("a", "answered")
         await turns()
         assert waiting.done()
+        # However many they were, they are forgotten within seconds.
+        for _ in range(100):
+            windows._windows["a"].num_open += 1
+            windows.leave("a", "vain")
+        assert windows._windows["a"].vain_until < 1.5
 
     asyncio.run(main())
 
